@@ -204,8 +204,8 @@ def _provide(kind: Kind) -> Callable[[], Iterable[Provider]]:
     provide.__name__ = provide.__qualname__ = kind.hook
     provide.__doc__ = (
         f"Offer {kind.what}.\n\n"
-        f"Called once, when plugins are collected, without arguments. Returns providers whose `fit` and `build` take a\n"
-        f"{kind.context.__name__} and whose `build` makes a {kind.part.__name__}. {kind.then}\n\n"
+        f"Called once, when plugins are collected, without arguments. Returns providers whose `fit` and `build`\n"
+        f"take a {kind.context.__name__} and whose `build` makes a {kind.part.__name__}.\n{kind.then}\n\n"
         f"Example: `{kind.example}`"
     )
     return hookspec(provide)

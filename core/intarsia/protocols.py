@@ -350,7 +350,7 @@ class CacheAllocator(Protocol):
         ...
 
     def commit(self, sequence_id: SequenceId, token_ids: Sequence[int], num_computed: int) -> None:
-        """Tell that the first `num_computed` of these accepted tokens are in the cache; full pages may be shared now."""
+        """Tell that the first `num_computed` of these accepted tokens are in the cache; full pages may be shared."""
         ...
 
     def rewind(self, sequence_id: SequenceId, num_tokens: int) -> None:
@@ -382,9 +382,10 @@ class Scheduler(Protocol):
     """Decides who runs in the next step. It holds the allocator; it never sees tensors."""
 
     def add(self, sequence: SequenceView) -> None:
-        """Take a new sequence. Raise InvalidRequestError where it can never fit, OverloadedError where the queue is full.
+        """Take a new sequence.
 
-        Where it raises, nothing has changed.
+        Raises InvalidRequestError where it can never fit and OverloadedError where the queue is full; then nothing has
+        changed.
         """
         ...
 

@@ -5,7 +5,7 @@ Shape legend: P pages, S slots a page, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from attrs import Attribute, field, frozen
 
