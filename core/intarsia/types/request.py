@@ -30,10 +30,9 @@ def _number(low: float, high: float, right: str, *, integer: bool = False, optio
         if value is None and optional:
             return
         kinds = (int,) if integer else (int, float)
-        fits = (
-            isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
-        )
-        if not fits:
+        known = isinstance(value, kinds) and not isinstance(value, bool)
+        # NaN fails every comparison, and whole numbers of any size compare with inf.
+        if not known or not low <= value <= high or value == math.inf:  # type: ignore[operator]
             raise _reject(attribute.name, value, right)
 
     return check
