@@ -62,7 +62,7 @@ def as_dict(config: EngineConfig) -> dict[str, Any]:
     data: dict[str, Any] = {
         "model": model | checked_plain(config.model.options, "model"),
         # TOML has no null: an option at None is left out, as None is its default.
-        "engine": attrs.asdict(config.engine, filter=lambda _, value: value is not None, retain_collection_types=False),
+        "engine": checked_plain(attrs.asdict(config.engine, filter=lambda _, value: value is not None), "engine"),
     }
     for name in _SECTIONS[2:]:
         value: Choice | tuple[Choice, ...] = getattr(config, name)
