@@ -1,0 +1,80 @@
+"""Opening a GGUF file as a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import field, frozen
+
+from intarsia.errors import CheckpointError
+from intarsia.types import TokenizerSpec
+from intarsia_gguf.architectures import find_architecture
+from intarsia_gguf.config import read_config
+from intarsia_gguf.header import Header, TensorInfo, read_header
+from intarsia_gguf.metadata import Metadata
+from intarsia_gguf.rope import DIVISORS
+from intarsia_gguf.tensors import GgufTensor, stored_tensors
+from intarsia_gguf.tokenizer import check_tokenizer, read_tokenizer
+
+#: Hugging Face's names of the floating types, the widest first.
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAX_DIVISORS = 1 << 16
+
+
+@frozen(eq=False)
+class GgufCheckpoint:
+    """A GGUF file as `intarsia.types.Checkpoint` has it."""
+
+    metadata: Metadata = field(repr=False)
+    config: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor] = field(repr=False)
+
+    @property
+    def dtype(self) -> str:
+        """The widest floating dtype that a tensor is stored in; float16, that of their scales, if all are quantized."""
+        formats = {tensor.format for tensor in self.tensors.values()}
+        return next((dtype for name, dtype in _DTYPES.items() if name in formats), "float16")
+
+    def tokenizer(self) -> TokenizerSpec | None:
+        """The tokenizer that the metadata describes, or None."""
+        return read_tokenizer(self.metadata)
+
+
+@frozen
+class GgufLoader:
+    """Opens one GGUF file."""
+
+    path: Path
+
+    def open(self) -> GgufCheckpoint:
+        """Read the header and check all of it that can be checked without reading weights."""
+        header = read_header(self.path)
+        metadata = Metadata.of(header)
+        if metadata.integer("split.count", low=0, default=1) > 1:
+            metadata.fail("split.count", "says that this is a part of a split model; merge it with llama-gguf-split")
+        if not header.tensors:
+            raise CheckpointError(f"{self.path}: the file holds no tensors, so no model")
+        architecture = find_architecture(metadata.text("general.architecture"), header.path)
+        shapes = {architecture.tensor_name(info.name): info.shape for info in header.tensors if info.name != DIVISORS}
+        config = read_config(metadata, architecture, shapes, _rope_divisors(header))
+        tensors = stored_tensors(header, architecture, config["head_dim"])
+        # What it says is in the config by now.
+        tensors.pop(DIVISORS, None)
+        check_tokenizer(metadata)
+        return GgufCheckpoint(metadata, config, tensors)
+
+
+def _rope_divisors(header: Header) -> np.ndarray | None:
+    found: TensorInfo | None = next((info for info in header.tensors if info.name == DIVISORS), None)
+    if found is None:
+        return None
+    if found.format.name != "F32" or len(found.shape) != 1 or found.shape[0] > _MAX_DIVISORS:
+        raise CheckpointError(
+            f"{header.path}: tensor {DIVISORS!r} is {found.format.name} of the shape {found.shape}, "
+            "not F32 of half a head's dimensions"
+        )
+    raw = header.data[found.offset : found.offset + found.num_bytes]
+    return np.frombuffer(raw, dtype="<f4").astype(np.float64)
