@@ -8,6 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+__all__ = [
+    "CheckpointError",
+    "CompositionError",
+    "ConfigError",
+    "ExecutionError",
+    "IntarsiaError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "OverloadedError",
+    "PluginError",
+    "did_you_mean",
+]
+
 
 class IntarsiaError(Exception):
     """The root of all errors of this package.
