@@ -40,6 +40,39 @@ if TYPE_CHECKING:
     import click
     import torch
 
+__all__ = [
+    "AttentionBackend",
+    "CacheAllocator",
+    "CacheContext",
+    "CacheStorage",
+    "Command",
+    "Context",
+    "DraftRequest",
+    "Drafter",
+    "EngineHandle",
+    "Executor",
+    "ExecutorContext",
+    "Frontend",
+    "FrontendContext",
+    "Kernel",
+    "Kernels",
+    "LayerCache",
+    "Loader",
+    "LoaderContext",
+    "LogitsProcessor",
+    "ModelContext",
+    "ModelFamily",
+    "PartContext",
+    "Parts",
+    "Progress",
+    "Quantizer",
+    "Runner",
+    "RunnerContext",
+    "Scheduler",
+    "Selection",
+    "SequenceView",
+]
+
 # --- contexts ---------------------------------------------------------------------------------------------------------
 
 
