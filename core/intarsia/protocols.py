@@ -143,13 +143,18 @@ class RunnerContext(PartContext):
 
 @frozen(kw_only=True)
 class ExecutorContext(PartContext):
-    """For executors: all that a rank needs to load its weights and run plans."""
+    """For executors: all that a rank needs to load its weights and run plans.
+
+    Attributes:
+        num_ids: token ids that can be chosen; a padded vocabulary has logits beyond them.
+        build_runner: makes the chosen runner around loaded weights.
+    """
 
     checkpoint: Checkpoint
     weight_map: WeightMap
     layout: CacheLayout
     num_pages: int
-    ops: Any
+    num_ids: int
     attention: AttentionBackend
     quantizers: tuple[Quantizer, ...]
     build_runner: Callable[[Mapping[str, Weight | torch.Tensor]], Runner]
@@ -198,6 +203,10 @@ class Quantizer(Protocol):
 
     def accepts(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether it takes the weight of this canonical name; the others stay as they are."""
+        ...
+
+    def num_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+        """Bytes that the weight of this name and shape takes in this format."""
         ...
 
     def quantize(self, name: str, weight: Weight) -> Weight:
@@ -302,8 +311,18 @@ class CacheStorage(Protocol):
 class Runner(Protocol):
     """Runs a range of layers on a ForwardBatch. The ops are the meaning: every runner equals them."""
 
-    def forward(self, batch: ForwardBatch, cache: CacheStorage) -> torch.Tensor:
-        """Run all layers, write keys and values into the cache, return fp32 logits (L, V) of `batch.logits_L`."""
+    def run(
+        self, batch: ForwardBatch, cache: CacheStorage, layers: range, hidden_TE: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run a range of layers, writing their keys and values into the cache; return the residual stream (T, E).
+
+        A range that starts at 0 embeds the batch's ids; another takes up `hidden_TE`. Ranges serve pipeline stages and
+        layer skipping.
+        """
+        ...
+
+    def logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits (L, V) of the tokens at these indices of the residual stream."""
         ...
 
 
@@ -592,6 +611,9 @@ class Parts:
     Attributes:
         engine: the shared options, with device, dtype, max_model_len and threads resolved.
         selections: every choice with its reason, in the order of composition.
+        tokenizer: None where the model's files have none; then prompts are token ids.
+        weight_bytes: of all weights as they will be in memory.
+        num_ids: token ids that can be chosen; a padded vocabulary has logits beyond them.
         ops: the table of named ops, resolved.
         invariance: the level that the whole keeps: the weakest of its parts'.
     """
@@ -599,10 +621,13 @@ class Parts:
     engine: EngineOptions
     selections: tuple[Selection, ...]
     checkpoint: Checkpoint
+    tokenizer: Any
     spec: DecoderSpec
     weight_map: WeightMap
+    weight_bytes: int
     layout: CacheLayout
     num_pages: int
+    num_ids: int
     ops: Any
     attention: AttentionBackend
     cache: CacheAllocator

@@ -13,6 +13,7 @@ from intarsia.errors import ConfigError
 AUTO = "auto"
 NONE = "none"
 
+Dtype: TypeAlias = Literal["auto", "float32", "float16", "bfloat16"]
 Invariance: TypeAlias = Literal["bitwise", "neighbours", "numeric"]
 #: From the weakest promise to the strongest.
 INVARIANCE_ORDER: tuple[Invariance, ...] = ("numeric", "neighbours", "bitwise")
@@ -67,7 +68,7 @@ class EngineOptions:
     #: where the model runs: auto, cpu, cuda, cuda:1
     device: str = AUTO
     #: of weights and activations; auto is bfloat16 where the device has bf16 dot products, else float32
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     #: prompt and answer together, in tokens; None is what the model was trained for
     max_model_len: int | None = field(default=None, validator=_at_least_one)
     #: CPU threads; None is one a physical core

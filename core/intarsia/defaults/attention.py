@@ -1,0 +1,154 @@
+"""Plain attention over the cache, row by row: `eager` with an explicit softmax, and `sdpa` through torch's own kernel.
+
+A row here is one sequence's tokens of the step. Each row is computed on its own, by the same calls whatever rows are
+beside it, so its result does not depend on them; it can depend on how a prompt is cut into chunks.
+
+Shape legend: T tokens, n tokens of one row, H heads, K kv heads, G query heads a kv head, D head dim, M keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+from attrs import frozen
+from torch.nn import functional
+
+from intarsia.protocols import LayerCache, PartContext
+from intarsia.types import AttentionSpec, CacheLayout, Fit, ForwardBatch, Invariance, Unfit
+
+#: Pages in order: a slice where they lie side by side, which reads without a copy.
+_Pages: TypeAlias = slice | torch.Tensor
+#: (queries (n, H, D), keys (M, K, D), values (M, K, D), position of the first query, spec) -> (n, H, D)
+RowAttention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, AttentionSpec], torch.Tensor]
+
+
+@frozen(eq=False)
+class _Prepared:
+    """Per cache group and row, where its keys lie."""
+
+    pages: tuple[tuple[_Pages, ...], ...]
+    order: str
+
+
+def _locate(pages: tuple[int, ...], num_keys: int, page_size: int, device: torch.device) -> _Pages:
+    used = pages[: -(-num_keys // page_size)]
+    if used == tuple(range(used[0], used[0] + len(used))):
+        return slice(used[0], used[0] + len(used))
+    return torch.tensor(used, device=device)
+
+
+def _gather(stored: torch.Tensor, pages: _Pages, num_keys: int, order: str) -> torch.Tensor:
+    """Return one row's first keys (or values) as (M, K, D); slots past them are not read."""
+    chosen = stored[pages]
+    if order == "PKSD":
+        chosen = chosen.transpose(1, 2)
+    return chosen.flatten(0, 1)[:num_keys]
+
+
+@frozen
+class RowByRowAttention:
+    """A backend that hands each row's queries, keys and values to one function."""
+
+    attend_row: RowAttention
+    orders: tuple[str, ...] = ("PSKD", "PKSD")
+    formats: tuple[str, ...] = ("float32", "float16", "bfloat16")
+
+    def invariance(self, dtype: str) -> Invariance:
+        """A row's own tokens decide the shapes that it is computed in; other rows do not."""
+        del dtype
+        return "neighbours"
+
+    def prepare(self, batch: ForwardBatch, layout: CacheLayout) -> _Prepared:
+        """Find each row's pages, once for all layers."""
+        lengths = [stop - first for first, stop in pairwise(batch.bounds)]
+        ends = [start + length for start, length in zip(batch.starts, lengths, strict=True)]
+        device = batch.ids_T.device
+        pages = tuple(
+            tuple(_locate(row, end, layout.page_size, device) for row, end in zip(tables, ends, strict=True))
+            for tables in batch.pages
+        )
+        return _Prepared(pages, layout.order)
+
+    def attend(
+        self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, group: int, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return (T, H, D)."""
+        prepared: _Prepared = batch.attention
+        mixed = []
+        for start, (first, stop), pages in zip(
+            batch.starts, pairwise(batch.bounds), prepared.pages[group], strict=True
+        ):
+            num_keys = start + stop - first
+            keys = _gather(cache.keys, pages, num_keys, prepared.order)
+            values = _gather(cache.values, pages, num_keys, prepared.order)
+            mixed.append(self.attend_row(q_THD[first:stop], keys, values, start, spec))
+        return torch.cat(mixed)
+
+
+def _visible(num_queries: int, num_keys: int, start: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return (n, M): whether the query at position start + i sees the key at position j."""
+    queries = torch.arange(start, start + num_queries, device=device).unsqueeze(1)
+    keys = torch.arange(num_keys, device=device)
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
+
+
+def eager_row(
+    q_nHD: torch.Tensor, keys_MKD: torch.Tensor, values_MKD: torch.Tensor, start: int, spec: AttentionSpec
+) -> torch.Tensor:
+    """Return softmax(q k^T scale) v, (n, H, D), written out, in fp32: the oracle."""
+    num_queries, num_heads, head_dim = q_nHD.shape
+    num_kv_heads = keys_MKD.shape[1]
+    grouped_KGnD = q_nHD.float().view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    keys_K1DM = keys_MKD.float().permute(1, 2, 0).unsqueeze(1)
+    values_K1MD = values_MKD.float().transpose(0, 1).unsqueeze(1)
+    scores = grouped_KGnD @ keys_K1DM * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    hidden = ~_visible(num_queries, len(keys_MKD), start, spec.window, q_nHD.device)
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    mixed_nKGD = (weights @ values_K1MD).permute(2, 0, 1, 3)
+    return mixed_nKGD.reshape(num_queries, num_heads, head_dim).to(q_nHD.dtype)
+
+
+def sdpa_row(
+    q_nHD: torch.Tensor, keys_MKD: torch.Tensor, values_MKD: torch.Tensor, start: int, spec: AttentionSpec
+) -> torch.Tensor:
+    """Return (n, H, D) from torch's kernel, which on CPUs never holds tokens x tokens."""
+    num_queries, num_keys = len(q_nHD), len(keys_MKD)
+    sees_all = num_queries == 1 and (spec.window is None or num_keys <= spec.window)
+    causal = start == 0 and num_queries > 1 and spec.window is None
+    mask = None
+    if not causal and not sees_all:
+        mask = _visible(num_queries, num_keys, start, spec.window, q_nHD.device)
+    mixed = functional.scaled_dot_product_attention(
+        q_nHD.transpose(0, 1).unsqueeze(0),
+        keys_MKD.transpose(0, 1).unsqueeze(0),
+        values_MKD.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=spec.scale,
+        enable_gqa=spec.num_heads != spec.num_kv_heads,
+    )
+    return mixed.squeeze(0).transpose(0, 1)
+
+
+def fit_sdpa(context: PartContext) -> Fit | Unfit:
+    """Everything but soft caps."""
+    capped = [i for i, layer in enumerate(context.spec.layers) if layer.attention.soft_cap is not None]
+    if capped:
+        return Unfit(f"torch's attention has no soft cap, which layer {capped[0]} needs")
+    return Fit(50, "torch's own kernel")
+
+
+def build_eager(_: PartContext) -> RowByRowAttention:
+    """Make the oracle."""
+    return RowByRowAttention(eager_row)
+
+
+def build_sdpa(_: PartContext) -> RowByRowAttention:
+    """Make the backend that calls torch's kernel."""
+    return RowByRowAttention(sdpa_row)

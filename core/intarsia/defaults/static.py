@@ -1,0 +1,129 @@
+"""Static batching: a batch is filled, runs until its last sequence is finished, and only then is the next one filled.
+
+The "before" of in-flight batching: a short answer's place stays empty until the longest answer of its batch is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from attrs import Attribute, Factory, define, field, frozen
+
+from intarsia.errors import ConfigError, InvalidRequestError, OverloadedError
+from intarsia.protocols import CacheAllocator, PartContext, SequenceView
+from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
+
+
+def _at_least_one(_: object, attribute: Attribute[int], value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"scheduler.{attribute.name}: {value} is not at least 1", field=f"scheduler.{attribute.name}")
+
+
+@frozen(kw_only=True)
+class StaticOptions:
+    """Options of static batching."""
+
+    #: sequences a batch
+    max_batch: int = field(default=8, validator=_at_least_one)
+    #: sequences that may wait; beyond it a request is answered with an overload error
+    max_waiting: int = field(default=4096, validator=_at_least_one)
+
+
+@define
+class StaticScheduler:
+    """Runs one batch at a time: whole prompts in its first step, then a token (and its drafts) a sequence a step."""
+
+    options: StaticOptions
+    allocator: CacheAllocator
+    _waiting: deque[SequenceView] = Factory(deque)
+    _running: dict[SequenceId, SequenceView] = Factory(dict)
+    _drafts: dict[SequenceId, tuple[int, ...]] = Factory(dict)
+    _left: list[SequenceId] = Factory(list)
+
+    def add(self, sequence: SequenceView) -> None:
+        """Queue a sequence, first come first served, higher priorities before lower ones."""
+        if not self.allocator.capacity(sequence.max_total):
+            raise InvalidRequestError(
+                f"prompt and max_tokens come to {sequence.max_total} tokens, which the cache of "
+                f"{self.allocator.num_pages} pages can never hold",
+                field="sampling.max_tokens",
+            )
+        if len(self._waiting) >= self.options.max_waiting:
+            raise OverloadedError(
+                f"{len(self._waiting)} sequences are waiting, the most that scheduler.max_waiting allows",
+                retry_after_s=1.0,
+            )
+        behind = sum(sequence.priority <= other.priority for other in self._waiting)
+        self._waiting.insert(behind, sequence)
+
+    def plan(self) -> BatchPlan:
+        """Run the batch on, or fill a new one where it is empty."""
+        entered = () if self._running else self._fill()
+        left, self._left = tuple(self._left), []
+        rows = tuple(self._row(sequence) for sequence in self._running.values())
+        return BatchPlan(rows=rows, entered=entered, left=left, moves=self.allocator.take_moves())
+
+    def _fill(self) -> tuple[Entered, ...]:
+        entered = []
+        while self._waiting and len(self._running) < self.options.max_batch:
+            sequence = self._waiting[0]
+            # Room for the longest it can get, drafts included: nothing is ever preempted.
+            if self.allocator.reserve(sequence.sequence_id, sequence.token_ids, sequence.max_total) is None:
+                break
+            self._running[sequence.sequence_id] = self._waiting.popleft()
+            entered.append(
+                Entered(
+                    sequence_id=sequence.sequence_id,
+                    params=sequence.params,
+                    seed=sequence.seed,
+                    token_ids=tuple(sequence.token_ids),
+                    num_prompt=sequence.num_prompt,
+                )
+            )
+        return tuple(entered)
+
+    def _row(self, sequence: SequenceView) -> Row:
+        start = sequence.num_computed
+        drafts = self._drafts.pop(sequence.sequence_id, ())
+        return Row(
+            sequence_id=sequence.sequence_id,
+            token_ids=(*sequence.token_ids[start:], *drafts),
+            start=start,
+            num_drafts=len(drafts),
+            # The last token needs no slot, and a step adds one token besides its drafts.
+            drafts_wanted=max(0, sequence.max_total - len(sequence.token_ids) - 2 - len(drafts)),
+            want=Want.LAST,
+            pages=self.allocator.pages(sequence.sequence_id),
+        )
+
+    def update(self, plan: BatchPlan, results: Sequence[RowResult]) -> None:
+        """Keep the proposals for the next step."""
+        del plan
+        for result in results:
+            if result.sequence_id in self._running and result.drafts:
+                self._drafts[result.sequence_id] = result.drafts
+
+    def remove(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence, waiting or running."""
+        self._drafts.pop(sequence_id, None)
+        if self._running.pop(sequence_id, None) is not None:
+            self._left.append(sequence_id)
+            self.allocator.release(sequence_id)
+            return
+        self._waiting = deque(other for other in self._waiting if other.sequence_id != sequence_id)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences of later batches."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences of this batch that are not finished."""
+        return len(self._running)
+
+
+def build(context: PartContext) -> StaticScheduler:
+    """Bind the scheduler to the cache's books."""
+    return StaticScheduler(context.options, context.parts["cache"])

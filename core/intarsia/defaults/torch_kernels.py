@@ -1,0 +1,19 @@
+"""The references as a part of their own, so that a config can ask for them and `explain` can name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from intarsia.ops import OPS
+from intarsia.protocols import Kernel
+
+
+@frozen
+class TorchKernels:
+    """Every op through torch."""
+
+    def kernels(self) -> Sequence[Kernel]:
+        """Return the reference of each op."""
+        return tuple(OPS.values())

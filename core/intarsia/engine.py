@@ -1,0 +1,355 @@
+"""The engine: sequences and the step loop: plan, submit, collect, accept.
+
+::
+
+    Request -> Sequence -> Scheduler.plan() -> BatchPlan -> Executor.submit / collect -> StepResult
+            -> Sequence.accept -> CacheAllocator.commit -> Scheduler.update -> Output
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import attrs
+from attrs import define, field
+
+from intarsia.completions import collect
+from intarsia.compose import compose
+from intarsia.config import load_config
+from intarsia.errors import ExecutionError, InvalidRequestError
+from intarsia.explain import explain
+from intarsia.observers import Observers
+from intarsia.plugins import Registry
+from intarsia.prompts import Prompts
+from intarsia.protocols import Parts, Progress
+from intarsia.sequence import Sequence
+from intarsia.text import TextStream
+from intarsia.types import (
+    BatchPlan,
+    Completion,
+    EngineConfig,
+    Output,
+    Prompt,
+    Request,
+    SamplingParams,
+    StepResult,
+)
+
+#: Bits of a drawn seed: a number that every JSON reader keeps exactly.
+_SEED_BITS = 53
+#: Plans without rows, one after another, that say that a scheduler is stuck.
+_STALLED = 100
+
+
+@define(eq=False)
+class Engine:
+    """Generates. Single-threaded: one thread calls it.
+
+    Make one with `from_config`; close it, or use it as a context manager.
+    """
+
+    config: EngineConfig
+    parts: Parts
+    _observers: Observers
+    _prompts: Prompts = field(init=False)
+    _seeds: random.Random | None = field(init=False)
+    _sequences: dict[tuple[str, int], Sequence] = field(factory=dict, init=False)
+    #: outputs of requests whose `generate` or `stream` waits for them; the others' go to `step`
+    _inboxes: dict[str, list[Output]] = field(factory=dict, init=False)
+    _unclaimed: list[Output] = field(factory=list, init=False)
+    _names: Iterator[int] = field(factory=itertools.count, init=False)
+    _counts: dict[str, int] = field(init=False)
+    _stalled: int = field(default=0, init=False)
+    _closed: str | None = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        parts = self.parts
+        assert parts.engine.max_model_len is not None
+        self._prompts = Prompts(parts.tokenizer, parts.num_ids, parts.engine.max_model_len)
+        self._seeds = None if parts.engine.seed is None else random.Random(parts.engine.seed)  # noqa: S311
+        self._counts = dict.fromkeys(("steps", "prompt_tokens", "generated_tokens", "finished", "aborted", "failed"), 0)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | Path | Mapping[str, Any] | EngineConfig | None = None,
+        *,
+        overrides: SequenceABC[str] = (),
+        plugins: Mapping[str, object] | SequenceABC[object] = (),
+        progress: Progress | None = None,
+    ) -> Self:
+        """Compose an engine, load its weights and warm it up.
+
+        Args:
+            config: a TOML file, a mapping of sections, or a config.
+            overrides: `path=value` texts, such as `cache.page_size=32`.
+            plugins: plugins of this process, besides those that are installed.
+            progress: told of long work.
+
+        Raises:
+            IntarsiaError: the config, the model or the composition is wrong; its subclass and message say how.
+        """
+        loaded = load_config(config, overrides)
+        logging.getLogger("intarsia").setLevel(loaded.engine.log_level.upper())
+        registry = Registry.discover(loaded.engine.plugins, plugins)
+        engine = cls(loaded, compose(loaded, registry), Observers(registry))
+        try:
+            engine.parts.executor.start(progress or _no_progress)
+        except BaseException:
+            engine.parts.executor.stop()
+            raise
+        engine._observers.tell("engine_started", engine=engine, parts=engine.parts)
+        return engine
+
+    # --- whole answers and streams ----------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | SequenceABC[Prompt], params: SamplingParams | SequenceABC[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answer prompts, batched as the scheduler sees fit; in the order of the prompts.
+
+        Args:
+            prompts: a list of prompts, or one. A bare list of ints, or of messages, is one prompt.
+            params: one for all, or one a prompt.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters cannot be run; then none has run.
+        """
+        asked = self._prompts.split(prompts)
+        each = [params or SamplingParams()] * len(asked) if not isinstance(params, SequenceABC) else list(params)
+        if len(each) != len(asked):
+            raise InvalidRequestError(f"params: {len(each)} for {len(asked)} prompts; give one, or one a prompt")
+        requests = [self._named(prompt, one) for prompt, one in zip(asked, each, strict=True)]
+        try:
+            sequences = [self._enter(request, claimed=True) for request in requests]
+            while any(s.finish_reason is None for group in sequences for s in group):
+                self._step()
+            return [collect(group, self._inboxes[group[0].request.request_id]) for group in sequences]
+        finally:
+            self._abandon(requests)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+        """Answer one prompt as it comes. Leaving the loop early cancels the request.
+
+        Raises:
+            InvalidRequestError: the prompt or its parameters cannot be run; raised here, before the first output.
+        """
+        request = self._named(prompt, params or SamplingParams())
+        sequences = self._enter(request, claimed=True)
+        return self._follow(request, len(sequences))
+
+    def _follow(self, request: Request, num_open: int) -> Iterator[Output]:
+        try:
+            while num_open:
+                inbox = self._inboxes[request.request_id]
+                if not inbox:
+                    self._step()
+                while inbox:
+                    output = inbox.pop(0)
+                    num_open -= output.finish_reason is not None
+                    yield output
+        finally:
+            self._abandon([request])
+
+    def _named(self, prompt: Prompt, params: SamplingParams) -> Request:
+        return Request(request_id=f"local-{next(self._names)}", prompt=prompt, params=params)
+
+    def _abandon(self, requests: Iterable[Request]) -> None:
+        """Forget requests of our own, finished or not, and what they still had to say."""
+        for request in requests:
+            self._inboxes.pop(request.request_id, None)
+            for sequence in self._of(request.request_id):
+                self._remove(sequence)
+
+    # --- the loop by hand -------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> str:
+        """Take a request; its outputs come from `step`. Return its id.
+
+        Raises:
+            InvalidRequestError: it cannot be run, or its id is in use; nothing has changed.
+            OverloadedError: the queue is full; nothing has changed.
+        """
+        self._enter(request, claimed=False)
+        return request.request_id
+
+    def step(self) -> list[Output]:
+        """Run one step and return what it brought; empty where there is nothing to do."""
+        if not self._unclaimed:
+            self._step()
+        outputs, self._unclaimed = self._unclaimed, []
+        return outputs
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now; its last outputs, with finish_reason `abort`, come from the next `step`.
+
+        An unknown or finished id is ignored.
+        """
+        for sequence in self._of(request_id):
+            self._remove(sequence)
+            self._deliver(sequence.finish("abort", time.perf_counter()))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to return."""
+        return bool(self._sequences or self._unclaimed)
+
+    def _enter(self, request: Request, *, claimed: bool) -> list[Sequence]:
+        """Make a request's sequences and hand them to the scheduler: all of them, or none."""
+        self._check_open()
+        if self._of(request.request_id) or request.request_id in self._inboxes:
+            raise InvalidRequestError(
+                f"request_id: {request.request_id!r} is in use by a request that is not finished", field="request_id"
+            )
+        params, tokenizer = request.params, self.parts.tokenizer
+        token_ids, max_total, stop_ids = self._prompts.read(request)
+        seed = params.seed if params.seed is not None else self._draw_seed()
+        now = time.perf_counter()
+        sequences = [
+            Sequence(
+                request=request,
+                choice=choice,
+                token_ids=list(token_ids),
+                num_prompt=len(token_ids),
+                max_total=max_total,
+                seed=seed,
+                stop_ids=stop_ids,
+                text=TextStream.open(tokenizer, params) if tokenizer is not None else None,
+                arrived=now,
+            )
+            for choice in range(params.n)
+        ]
+        try:
+            for sequence in sequences:
+                self.parts.scheduler.add(sequence)
+                self._sequences[sequence.sequence_id] = sequence
+        except BaseException:
+            for sequence in sequences:
+                self._remove(sequence)
+            raise
+        if claimed:
+            self._inboxes[request.request_id] = []
+        self._counts["prompt_tokens"] += len(token_ids)
+        return sequences
+
+    def _draw_seed(self) -> int:
+        return self._seeds.getrandbits(_SEED_BITS) if self._seeds is not None else secrets.randbits(_SEED_BITS)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Plan, submit, collect, accept."""
+        self._check_open()
+        begun = time.perf_counter()
+        plan = self.parts.scheduler.plan()
+        self._check_progress(plan)
+        if not plan.rows:
+            return
+        for row in plan.rows:
+            self._sequences[row.sequence_id].begin(row, begun)
+        try:
+            self.parts.executor.submit(plan)
+            result = self.parts.executor.collect()
+        except Exception as error:
+            self._closed = f"a step failed: {type(error).__name__}: {error}"
+            raise
+        outputs = self._accept(plan, result)
+        self._counts["steps"] += 1
+        if self._observers.watches("step_finished"):
+            seconds = time.perf_counter() - begun
+            self._observers.tell("step_finished", result=result, outputs=tuple(outputs), seconds=seconds)
+        for output in outputs:
+            self._deliver(output)
+
+    def _accept(self, plan: BatchPlan, result: StepResult) -> list[Output]:
+        """Let each sequence take its tokens, then tell the cache's books and the scheduler."""
+        now = time.perf_counter()
+        outputs = []
+        for row, row_result in zip(plan.rows, result.rows, strict=True):
+            sequence = self._sequences[row.sequence_id]
+            output = sequence.accept(row, row_result, now)
+            if row_result.error is None:
+                self.parts.cache.commit(row.sequence_id, sequence.token_ids, sequence.num_computed)
+            if output is not None:
+                outputs.append(output)
+                self._counts["generated_tokens"] += len(output.token_ids)
+        self.parts.scheduler.update(plan, result.rows)
+        for row in plan.rows:
+            if self._sequences[row.sequence_id].finish_reason is not None:
+                self._remove(self._sequences[row.sequence_id])
+        return outputs
+
+    def _deliver(self, output: Output) -> None:
+        if output.finish_reason is not None:
+            kind = {"abort": "aborted", "error": "failed"}.get(output.finish_reason, "finished")
+            self._counts[kind] += 1
+            self._observers.tell("request_finished", output=output)
+        self._inboxes.get(output.request_id, self._unclaimed).append(output)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self.parts.scheduler.remove(sequence.sequence_id)
+        self._sequences.pop(sequence.sequence_id, None)
+
+    def _of(self, request_id: str) -> list[Sequence]:
+        """The unfinished sequences of a request."""
+        return [sequence for (owner, _), sequence in self._sequences.items() if owner == request_id]
+
+    def _check_progress(self, plan: BatchPlan) -> None:
+        """Nothing is in flight here, so a scheduler that plans nothing while sequences wait will wait for ever."""
+        self._stalled = 0 if plan.rows or not self._sequences else self._stalled + 1
+        if self._stalled >= _STALLED:
+            key = self.parts.selection("scheduler").provider.key
+            raise ExecutionError(
+                f"scheduler {key!r} planned nothing in {_STALLED} steps, while {len(self._sequences)} sequences wait"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise ExecutionError(f"the engine can run nothing more: {self._closed}")
+
+    # --- about the engine -------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return figures: sequences by state, steps and tokens so far, the cache's books."""
+        scheduler = self.parts.scheduler
+        return {
+            "waiting": scheduler.num_waiting,
+            "running": scheduler.num_running,
+            **self._counts,
+            "cache": attrs.asdict(self.parts.cache.stats()),
+        }
+
+    def explain(self) -> dict[str, Any]:
+        """Return what the engine is made of and why; see `intarsia.explain`."""
+        return explain(self.config, self.parts)
+
+    def close(self) -> None:
+        """Stop. Requests that are not finished are dropped. Safe to call twice."""
+        if self._closed == "it is closed":
+            return
+        self._observers.tell("engine_stopping", engine=self)
+        self._closed = "it is closed"
+        self._sequences.clear()
+        self._inboxes.clear()
+        self.parts.executor.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _no_progress(what: str, done: int, total: int) -> None:
+    del what, done, total

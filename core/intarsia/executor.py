@@ -1,0 +1,180 @@
+"""The local executor: a plan becomes a ForwardBatch, runs, and its tokens are chosen, in this process.
+
+Shape legend: T tokens, R rows, L rows of logits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from attrs import define, evolve, field
+
+from intarsia.models.cache import TensorCache
+from intarsia.models.weights import load_weights
+from intarsia.protocols import DraftRequest, ExecutorContext, Progress, Runner
+from intarsia.sampling import Sampler
+from intarsia.types import PENDING, BatchPlan, CacheLayout, ForwardBatch, Row, RowResult, StepResult, Want
+
+
+def forward_batch(
+    rows: Sequence[Row], ids: Sequence[Sequence[int]], layout: CacheLayout, device: torch.device
+) -> ForwardBatch:
+    """Lay the rows of a plan end to end as tensors.
+
+    Args:
+        rows: the plan's.
+        ids: their token ids, none of them pending.
+        layout: gives the page size, and how many groups of page tables a row has.
+        device: where the tensors go.
+    """
+    bounds = [0]
+    positions: list[int] = []
+    wanted: list[int] = []
+    slots: list[list[int]] = [[] for _ in layout.groups]
+    size = layout.page_size
+    for row, row_ids in zip(rows, ids, strict=True):
+        span = range(row.start, row.start + len(row_ids))
+        positions += span
+        for group, pages in zip(slots, row.pages, strict=True):
+            group += [pages[position // size] * size + position % size for position in span]
+        bounds.append(bounds[-1] + len(row_ids))
+        if row.want is not Want.NONE:
+            wanted += range(bounds[-1] - row.num_drafts - 1, bounds[-1])
+
+    def tensor(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return ForwardBatch(
+        ids_T=tensor([token for row_ids in ids for token in row_ids]),
+        positions_T=tensor(positions),
+        slots_T=tuple(tensor(group) for group in slots),
+        bounds=tuple(bounds),
+        starts=tuple(row.start for row in rows),
+        pages=tuple(tuple(row.pages[g] for row in rows) for g in range(len(layout.groups))),
+        logits_L=tensor(wanted),
+    )
+
+
+@define
+class LocalExecutor:
+    """Runs each step when it is submitted; one is in flight at most."""
+
+    context: ExecutorContext
+    _sampler: Sampler = field(init=False)
+    _runner: Runner | None = field(default=None, init=False)
+    _cache: TensorCache | None = field(default=None, init=False)
+    _done: deque[StepResult] = field(factory=deque, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._sampler = Sampler(self.context.num_ids, self.context.logits_processors)
+
+    @property
+    def depth(self) -> int:
+        """One: the step is over when `submit` returns."""
+        return 1
+
+    def start(self, progress: Progress) -> None:
+        """Load weights, make the cache, and run one token through the model."""
+        context = self.context
+        engine, device = context.engine, self._device
+        if engine.threads is not None:
+            torch.set_num_threads(engine.threads)
+        weights = load_weights(
+            context.checkpoint,
+            context.weight_map,
+            dtype=getattr(torch, engine.dtype),
+            device=device,
+            quantizers=context.quantizers,
+            progress=progress,
+        )
+        self._runner = context.build_runner(weights)
+        self._cache = TensorCache.allocate(context.layout, context.num_pages, device)
+        self._warm_up()
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.context.engine.device)
+
+    def _warm_up(self) -> None:
+        """Run token 0 in page 0: kernels are chosen and threads started before the first request comes."""
+        pages = tuple((0,) for _ in self.context.layout.groups)
+        row = Row(sequence_id=("", 0), token_ids=(0,), start=0, pages=pages)
+        self._forward((row,), [(0,)])
+
+    @torch.inference_mode()
+    def _forward(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        assert self._runner is not None and self._cache is not None, "start() comes first"
+        context = self.context
+        batch = forward_batch(rows, ids, context.layout, self._device)
+        batch = evolve(batch, attention=context.attention.prepare(batch, context.layout))
+        hidden = self._runner.run(batch, self._cache, range(context.spec.num_layers))
+        return self._runner.logits(hidden, batch.logits_L)
+
+    @torch.inference_mode()
+    def submit(self, plan: BatchPlan) -> None:
+        """Run the step."""
+        assert not self._done, "one step is in flight at most"
+        assert self._cache is not None, "start() comes first"
+        for sequence_id in plan.left:
+            self._sampler.leave(sequence_id)
+            if self.context.drafter is not None:
+                self.context.drafter.forget(sequence_id)
+        for entered in plan.entered:
+            self._sampler.enter(entered)
+        self._cache.move(plan.moves)
+        if not plan.rows:
+            self._done.append(StepResult())
+            return
+        logits = self._forward(plan.rows, [self._ids(row) for row in plan.rows])
+        self._done.append(StepResult(rows=self._with_drafts(plan.rows, self._sampler.choose(plan.rows, logits))))
+
+    def _ids(self, row: Row) -> Sequence[int]:
+        """The row's ids; those that the step before chose are known here by now."""
+        if PENDING not in row.token_ids:
+            return row.token_ids
+        known = self._sampler.token_ids(row.sequence_id)
+        return [known[row.start + i] if token == PENDING else token for i, token in enumerate(row.token_ids)]
+
+    def _with_drafts(self, rows: Sequence[Row], results: Sequence[RowResult]) -> tuple[RowResult, ...]:
+        drafter = self.context.drafter
+        if drafter is None:
+            return tuple(results)
+        asked = [
+            DraftRequest(
+                sequence_id=row.sequence_id,
+                token_ids=self._sampler.token_ids(row.sequence_id),
+                wanted=row.drafts_wanted,
+            )
+            for row, result in zip(rows, results, strict=True)
+            if row.drafts_wanted and result.token_ids
+        ]
+        proposals = dict(zip((a.sequence_id for a in asked), drafter.propose(asked), strict=True))
+        return tuple(
+            evolve(result, drafts=self._usable(proposals.get(row.sequence_id, ()), row.drafts_wanted))
+            for row, result in zip(rows, results, strict=True)
+        )
+
+    def _usable(self, proposal: Sequence[int], wanted: int) -> tuple[int, ...]:
+        """A drafter can say anything: only ids that exist are run, and no more than were asked for."""
+        usable = []
+        for token in proposal[:wanted]:
+            if not 0 <= token < self.context.num_ids:
+                break
+            usable.append(token)
+        return tuple(usable)
+
+    def collect(self) -> StepResult:
+        """Return the step's results."""
+        return self._done.popleft()
+
+    def stop(self) -> None:
+        """Drop weights and cache."""
+        self._runner = self._cache = None
+        self._done.clear()
+
+
+def build(context: ExecutorContext) -> LocalExecutor:
+    """Make the executor; nothing is loaded yet."""
+    return LocalExecutor(context)

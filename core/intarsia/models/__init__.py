@@ -1,0 +1,1 @@
+"""Running a model that is given as data: weights, positions, the cache's tensors, the eager runner."""

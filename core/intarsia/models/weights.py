@@ -1,0 +1,106 @@
+"""Loading: checkpoint tensors -> the model's weights, by canonical name.
+
+| name | shape |
+| --- | --- |
+| `embed.weight` | (V, E) |
+| `layers.{i}.attention_norm.weight` | (E,) |
+| `layers.{i}.qkv.weight`, `.bias` | ((H + 2K) D, E): queries, keys, values |
+| `layers.{i}.out.weight`, `.bias` | (E, H D) |
+| `layers.{i}.mlp_norm.weight` | (E,) |
+| `layers.{i}.gate_up.weight`, `.bias` | (2F, E): gate, up |
+| `layers.{i}.down.weight`, `.bias` | (E, F) |
+| `norm.weight` | (E,) |
+| `head.weight` | (V, E), where it is not tied to the embedding |
+
+Matrices are `Weight`s, vectors are tensors. The biases are there where the spec says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from intarsia.errors import CheckpointError
+from intarsia.protocols import Progress, Quantizer
+from intarsia.types import Checkpoint, TensorSource, Weight, WeightMap, dense
+
+Weights: TypeAlias = Mapping[str, Weight | torch.Tensor]
+
+_SHOWN = 5
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def check_tensors(checkpoint: Checkpoint, weight_map: WeightMap) -> None:
+    """Check that the files hold exactly the model's tensors, in its shapes. Reads no weights.
+
+    Raises:
+        CheckpointError: tensors are missing, unread or of another shape; names them.
+    """
+    wanted = {
+        name: shape
+        for source in weight_map.tensors.values()
+        for name, shape in zip(source.names, source.shapes, strict=True)
+    }
+    if missing := wanted.keys() - checkpoint.tensors.keys():
+        raise CheckpointError(f"the checkpoint lacks tensors that the model needs: {_listed(missing)}")
+    unread = {name for name in checkpoint.tensors.keys() - wanted.keys() if not weight_map.ignores(name)}
+    if unread:
+        raise CheckpointError(f"the checkpoint holds tensors that the model would not read: {_listed(unread)}")
+    for name, shape in wanted.items():
+        if (stored := checkpoint.tensors[name].shape) != shape:
+            raise CheckpointError(f"tensor {name} has shape {stored}; the config says {shape}")
+
+
+def num_parameters(weight_map: WeightMap) -> int:
+    """Return how many numbers the model's tensors hold."""
+    return sum(torch.Size(source.shape).numel() for source in weight_map.tensors.values())
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantizers: Sequence[Quantizer],
+    progress: Progress,
+) -> Weights:
+    """Read every tensor into its run dtype, and quantize it at once where a quantizer takes it.
+
+    Anonymous memory grows by the weights and one tensor: tensors are read one by one, straight to their final place.
+
+    Raises:
+        CheckpointError: a tensor cannot be read or quantized; names it.
+    """
+    weights: dict[str, Weight | torch.Tensor] = {}
+    total = num_parameters(weight_map)
+    done = 0
+    for name, source in weight_map.tensors.items():
+        tensor = _read(checkpoint, source, dtype).to(device)
+        weights[name] = _quantized(name, dense(tensor), quantizers) if tensor.dim() == 2 else tensor
+        done += tensor.numel()
+        progress("loading weights", done, total)
+    return weights
+
+
+def _read(checkpoint: Checkpoint, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
+    whole = torch.empty(source.shape, dtype=dtype)
+    start = 0
+    for name, shape in zip(source.names, source.shapes, strict=True):
+        checkpoint.tensors[name].read(whole.narrow(0, start, shape[0]))
+        start += shape[0]
+    return whole
+
+
+def _quantized(name: str, weight: Weight, quantizers: Sequence[Quantizer]) -> Weight:
+    for quantizer in quantizers:
+        if quantizer.accepts(name, weight.shape):
+            weight = quantizer.quantize(name, weight)
+    return weight

@@ -1,0 +1,206 @@
+"""The named ops that models call, each with its torch reference: what every kernel must equal, up to rounding.
+
+Shape legend: T tokens, C in features, N out features, E embed, F ffn, H heads (query and key ones alike), K kv heads,
+D head dim, P pages, S slots a page, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch.nn import functional
+
+from intarsia.protocols import Kernel, LayerCache
+from intarsia.types import Invariance, Weight
+
+#: A kernel that reads every weight format, through `Weight.dequantize`.
+ANY_FORMAT = "*"
+
+
+def embedding(ids_T: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows (T, E) of a (V, E) weight."""
+    return functional.embedding(ids_T, weight.dequantize()).to(dtype)
+
+
+#: fp32 matrix products of 8 rows or a multiple give each row the same bits whatever the other rows are; at 1 to 3, 5
+#: to 7 and 9 to 11 rows, CPU BLAS takes other paths. Measured with MKL; tests hold it.
+_ROWS = 8
+
+
+def linear(x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x @ weight.T + bias, (T, N). In fp32 on CPUs a row's bits do not depend on the rows beside it."""
+    dense = weight.dequantize().to(x_TC.dtype)
+    num_rows = x_TC.shape[0]
+    padding = -num_rows % _ROWS
+    if padding and x_TC.dtype == torch.float32 and x_TC.device.type == "cpu":
+        padded = functional.pad(x_TC, (0, 0, 0, padding))
+        return functional.linear(padded, dense, bias_N)[:num_rows]
+    return functional.linear(x_TC, dense, bias_N)
+
+
+def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / rms(x) * weight, the mean of squares in fp32 (Zhang and Sennrich 2019)."""
+    x = x_TE.float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_E * x.to(x_TE.dtype)
+
+
+def add_rms_norm(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add x to the residual and return (its norm, the sum)."""
+    total = residual_TE + x_TE
+    return rms_norm(total, weight_E, eps), total
+
+
+def rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + h) of the first 2h dimensions (Su et al. 2021); the others pass."""
+    half = cos_T1h.shape[-1]
+    first, second, rest = x_THD[..., :half], x_THD[..., half : 2 * half], x_THD[..., 2 * half :]
+    rotated = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h, rest)
+    return torch.cat(rotated, dim=-1)
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, where gate is the first half of the features and up the second."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def cache_write(
+    keys_TKD: torch.Tensor, values_TKD: torch.Tensor, cache: LayerCache, slots_T: torch.Tensor, order: str
+) -> None:
+    """Write each token's key and value to its slot. Slot -1 is the last of the spare page, which nothing reads."""
+    for new, stored in ((keys_TKD, cache.keys), (values_TKD, cache.values)):
+        if order == "PSKD":
+            stored.view(-1, *new.shape[1:])[slots_T] = new
+        else:
+            page_size = stored.shape[2]
+            stored[slots_T.div(page_size, rounding_mode="floor"), :, slots_T.remainder(page_size)] = new
+
+
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the ranks that hold parts of it: on one device, the identity."""
+    return x
+
+
+def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Lay the ranks' parts end to end along `dim`: on one device, the identity."""
+    del dim
+    return x
+
+
+def _reference(op: str, call: Callable[..., Any], **facts: Any) -> Kernel:
+    # A row of these comes from that row alone, by the same instructions in any batch.
+    alone: dict[str, Invariance] = dict.fromkeys(("float32", "float16", "bfloat16"), "bitwise")
+    return Kernel(op=op, call=call, **({"invariance": alone} | facts))
+
+
+#: op name -> its torch reference. Of a matrix product, only fp32 on CPUs keeps a row's bits apart (see `linear`).
+OPS: Mapping[str, Kernel] = {
+    kernel.op: kernel
+    for kernel in (
+        _reference("embedding", embedding, formats=frozenset({ANY_FORMAT})),
+        _reference("linear", linear, formats=frozenset({ANY_FORMAT}), invariance={"float32": "bitwise"}),
+        _reference("rms_norm", rms_norm),
+        _reference("add_rms_norm", add_rms_norm),
+        _reference("rope", rope),
+        _reference("silu_mul", silu_mul),
+        _reference("cache_write", cache_write, orders=frozenset({"PSKD", "PKSD"})),
+        _reference("all_reduce", all_reduce),
+        _reference("all_gather", all_gather),
+    )
+}
+
+#: Ops that are chosen anew for each weight format.
+BY_FORMAT = ("embedding", "linear")
+
+
+@frozen
+class OpChoice:
+    """Which kernel stands for an op: `source` is the key of its provider."""
+
+    kernel: Kernel
+    source: str
+
+
+@frozen
+class Ops:
+    """The named ops, resolved. Call them as methods: `ops.rms_norm(x, weight, eps)`.
+
+    Attributes:
+        choices: op, or `op[format]`, -> the kernel that stands for it.
+    """
+
+    choices: Mapping[str, OpChoice]
+    _linear: Mapping[str, Callable[..., torch.Tensor]] = field(init=False, repr=False)
+    _embedding: Mapping[str, Callable[..., torch.Tensor]] = field(init=False, repr=False)
+    rms_norm: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = field(init=False, repr=False)
+    rope: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    silu_mul: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    cache_write: Callable[..., None] = field(init=False, repr=False)
+    all_reduce: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    all_gather: Callable[..., torch.Tensor] = field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        for op in OPS:
+            if op not in BY_FORMAT:
+                object.__setattr__(self, op, self.choices[op].kernel.call)
+        for op in BY_FORMAT:
+            chosen = {
+                name.removeprefix(f"{op}[").removesuffix("]"): choice.kernel.call
+                for name, choice in self.choices.items()
+                if name.startswith(f"{op}[")
+            }
+            object.__setattr__(self, f"_{op}", chosen)
+
+    def linear(self, x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the `linear` kernel of the weight's format."""
+        return self._linear[weight.format.name](x_TC, weight, bias_N)
+
+    def embedding(self, ids_T: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+        """Run the `embedding` kernel of the weight's format."""
+        return self._embedding[weight.format.name](ids_T, weight, dtype)
+
+    def orders(self) -> frozenset[str]:
+        """Return the cache axis orders that the cache-write kernel reads."""
+        return self.choices["cache_write"].kernel.orders
+
+    def invariance(self, dtype: str) -> dict[str, Invariance]:
+        """Return what each op promises for a dtype; an op that says nothing promises `numeric`."""
+        return {name: choice.kernel.invariance.get(dtype, "numeric") for name, choice in self.choices.items()}
+
+
+def resolve(sets: Sequence[tuple[str, Sequence[Kernel]]], dtype: str, formats: Sequence[str]) -> Ops:
+    """Choose a kernel for every op, and for every weight format where the op reads weights.
+
+    Args:
+        sets: (provider key, its kernels), best first; the references stand behind them all.
+        dtype: name of the activation dtype.
+        formats: weight formats that the model's weights have.
+
+    Returns:
+        The ops, complete.
+    """
+    ranked = [*sets, ("torch", tuple(OPS.values()))]
+
+    def first(op: str, weight_format: str | None) -> OpChoice:
+        for source, kernels in ranked:
+            for kernel in kernels:
+                if kernel.op != op or (kernel.dtypes and dtype not in kernel.dtypes):
+                    continue
+                if weight_format is None or kernel.formats & {weight_format, ANY_FORMAT}:
+                    return OpChoice(kernel, source)
+        raise AssertionError(f"no reference for {op}")
+
+    choices: dict[str, OpChoice] = {}
+    for op in OPS:
+        if op in BY_FORMAT:
+            choices |= {f"{op}[{name}]": first(op, name) for name in formats}
+        else:
+            choices[op] = first(op, None)
+    return Ops(choices)

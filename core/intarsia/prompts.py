@@ -1,0 +1,99 @@
+"""Reading requests: prompts become token ids, limits and stops are settled, and what cannot run is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from attrs import frozen
+
+from intarsia.errors import InvalidRequestError
+from intarsia.text import Tokenizer
+from intarsia.types import Prompt, Request
+
+
+@frozen
+class Prompts:
+    """What a request's prompt may be: the tokenizer, how many ids there are, and how long a sequence may get."""
+
+    tokenizer: Tokenizer | None
+    num_ids: int
+    max_model_len: int
+
+    def split(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        """Return a list of prompts: a text, a bare list of ints and a bare list of messages are one prompt each."""
+        if isinstance(prompts, str):
+            return [prompts]
+        listed: list[Any] = _listed(prompts)
+        if listed and all(_is_id(item) or isinstance(item, Mapping) for item in listed):
+            return [listed]
+        return listed
+
+    def read(self, request: Request) -> tuple[list[int], int, frozenset[int]]:
+        """Return (prompt ids, the most tokens that the sequence may hold, the ids that end it).
+
+        Raises:
+            InvalidRequestError: names the field, the value and what would be right.
+        """
+        ids = self._ids(request.prompt)
+        if not ids:
+            raise InvalidRequestError("prompt: it has no tokens; give at least one", field="prompt")
+        if len(ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"prompt: {len(ids)} tokens leave no room for an answer within engine.max_model_len = "
+                f"{self.max_model_len}; give at most {self.max_model_len - 1}",
+                field="prompt",
+            )
+        for token in request.params.stop_token_ids:
+            self._check_id(token, "sampling.stop_token_ids")
+        if request.params.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                "sampling.stop: this model has no tokenizer, so its answers have no text; give stop_token_ids",
+                field="sampling.stop",
+            )
+        limit = request.params.max_tokens
+        max_total = self.max_model_len if limit is None else min(self.max_model_len, len(ids) + limit)
+        eos = () if request.params.ignore_eos or self.tokenizer is None else self.tokenizer.eos_ids
+        return ids, max_total, frozenset((*eos, *request.params.stop_token_ids))
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer("text").encode(prompt)
+        listed: list[Any] = _listed(prompt)
+        if listed and all(isinstance(item, Mapping) for item in listed):
+            return self._tokenizer("messages").encode_chat(listed)
+        for item in listed:
+            if not _is_id(item):
+                raise InvalidRequestError(
+                    f"prompt: {item!r} is neither a token id nor a message; a prompt is text, token ids or messages",
+                    field="prompt",
+                )
+            self._check_id(item, "prompt")
+        return [int(item) for item in listed]
+
+    def _tokenizer(self, kind: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                f"prompt: it is {kind}, and this model has no tokenizer; give token ids", field="prompt"
+            )
+        return self.tokenizer
+
+    def _check_id(self, token: int, name: str) -> None:
+        if not 0 <= token < self.num_ids:
+            raise InvalidRequestError(f"{name}: {token} is outside the vocabulary of {self.num_ids} ids", field=name)
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """Take lists, tuples, arrays and tensors alike."""
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, Mapping | bytes) or not hasattr(prompts, "__iter__"):
+        raise InvalidRequestError(
+            f"prompt: {prompts!r} is not a prompt; a prompt is text, token ids or a list of messages", field="prompt"
+        )
+    return list(prompts)

@@ -1,0 +1,121 @@
+"""The engine's own, mutable record of one choice of a request: tokens, text, limits, times."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from intarsia.text import TextStream
+from intarsia.types import (
+    FinishReason,
+    Output,
+    Request,
+    Row,
+    RowResult,
+    SamplingParams,
+    SequenceId,
+    Timings,
+    Usage,
+)
+
+
+@define(eq=False)
+class Sequence:
+    """One choice of a request, from its arrival to its last output. Schedulers see it as a `SequenceView`.
+
+    Attributes:
+        token_ids: prompt and accepted tokens.
+        max_total: the most tokens it can hold.
+        stop_ids: ids that end it.
+        text: None where the model has no tokenizer.
+        arrived, started, first_token: seconds of the engine's clock.
+    """
+
+    request: Request
+    choice: int
+    token_ids: list[int]
+    num_prompt: int
+    max_total: int
+    seed: int
+    stop_ids: frozenset[int]
+    text: TextStream | None
+    arrived: float
+    num_computed: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)
+    started: float | None = field(default=None, init=False)
+    first_token: float | None = field(default=None, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        """Request id and choice."""
+        return self.request.request_id, self.choice
+
+    @property
+    def params(self) -> SamplingParams:
+        """What was asked."""
+        return self.request.params
+
+    @property
+    def priority(self) -> int:
+        """Higher runs first."""
+        return self.request.priority
+
+    def begin(self, row: Row, now: float) -> None:
+        """Note that a step with this row is about to run."""
+        if self.started is None:
+            self.started = now
+            self.cached_tokens = row.start
+
+    def accept(self, row: Row, result: RowResult, now: float) -> Output | None:
+        """Take what a step chose, cut at limits and stops; None where it brought nothing to tell."""
+        if result.error is not None:
+            return self.finish("error", now, error=result.error)
+        if not result.token_ids:
+            self.num_computed = row.start + len(row.token_ids)
+            return None
+        tokens = result.token_ids[: self.max_total - len(self.token_ids)]
+        stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), None)
+        reason: FinishReason | None = None
+        if stop is not None:
+            tokens, reason = tokens[: stop + 1], "stop"
+        text = ""
+        if self.text is not None:
+            shown = tokens[:-1] if reason == "stop" and not self.params.include_stop else tokens
+            text, kept = self.text.push(shown)
+            if kept is not None:
+                tokens, reason = tokens[:kept], "stop"
+        self.token_ids += tokens
+        # The last token was chosen, not run: its key and value come with the next step.
+        self.num_computed = len(self.token_ids) - 1
+        self.first_token = now if self.first_token is None else self.first_token
+        if reason is None and len(self.token_ids) >= self.max_total:
+            reason = "length"
+        logprobs = result.logprobs[: len(tokens)]
+        if reason is not None:
+            return self.finish(reason, now, text=text, token_ids=tokens, logprobs=logprobs)
+        return self._output(text=text, token_ids=tokens, logprobs=logprobs)
+
+    def finish(self, reason: FinishReason, now: float, *, text: str = "", **more: object) -> Output:
+        """End it, and give the text that was held back."""
+        if self.text is not None and reason != "abort":
+            text += self.text.finish()
+            if self.text.stopped and reason == "length":
+                reason = "stop"
+        self.finish_reason = reason
+        started = self.started if self.started is not None else now
+        first_token = self.first_token if self.first_token is not None else now
+        return self._output(
+            text=text,
+            finish_reason=reason,
+            usage=Usage(self.num_prompt, len(self.token_ids) - self.num_prompt, self.cached_tokens),
+            timings=Timings(started - self.arrived, first_token - self.arrived, now - self.arrived),
+            **more,
+        )
+
+    def _output(self, **facts: object) -> Output:
+        return Output(
+            request_id=self.request.request_id,
+            choice=self.choice,
+            seed=self.seed,
+            **facts,  # type: ignore[arg-type]
+        )
