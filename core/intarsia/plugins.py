@@ -165,8 +165,11 @@ def _distribution(entry: EntryPoint) -> tuple[str, str]:
     """Return name and version of the package that declares an entry point."""
     if entry.dist is None:
         return "-", "-"
-    metadata: Mapping[str, str] = entry.dist.metadata  # type: ignore[assignment]
-    return metadata.get("Name") or "unknown", metadata.get("Version") or "unknown"
+    try:
+        metadata: Mapping[str, str] = entry.dist.metadata  # type: ignore[assignment]
+        return metadata.get("Name") or "unknown", metadata.get("Version") or "unknown"
+    except Exception:  # a package without METADATA: each Python has its own error for that
+        return "unknown", "unknown"
 
 
 def _owner(entry: EntryPoint) -> str:

@@ -192,11 +192,20 @@ def test_two_names_for_one_module_are_refused(install, tmp_path):
         Registry.discover(PluginsOptions(allow=("lottery", "raffle")))
 
 
-def test_a_package_without_metadata_does_not_stop_discovery(install, tmp_path):
+@pytest.mark.parametrize("metadata", [None, "", "Metadata-Version: 2.1\n"])
+def test_a_package_without_metadata_does_not_stop_discovery(install, tmp_path, metadata):
     install("lottery", SCHEDULER.format(key="lottery"))
-    (tmp_path / "fake_lottery-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\n")
+    path = tmp_path / "fake_lottery-1.0.dist-info/METADATA"
+    path.unlink() if metadata is None else path.write_text(metadata)
     offer = Registry.discover(PluginsOptions(allow=("lottery",))).find("scheduler", "lottery")
-    assert offer.plugin.version == "unknown"
+    assert (offer.plugin.distribution, offer.plugin.version) == ("unknown", "unknown")
+
+
+def test_a_malformed_entry_point_file_is_a_plugin_error(install, tmp_path):
+    install("lottery", "")
+    (tmp_path / "fake_lottery-1.0.dist-info/entry_points.txt").write_text("[intarsia]\nlottery\n")
+    with pytest.raises(PluginError, match="entry points of the installed packages cannot be read"):
+        Registry.discover(BARE)
 
 
 # --- what is offered --------------------------------------------------------------------------------------------------
