@@ -1,0 +1,218 @@
+"""Where chat templates run: a Jinja sandbox with bounds.
+
+A chat template is a program that came with a model file. Jinja's immutable sandbox keeps it from the interpreter's
+insides; this one also bounds what it takes. Counted as steps are every iteration of a loop, every item that a loop's
+condition tests, and every call. Texts that grow by `+`, `~` or `*`, powers, and the sizes asked of padding filters and
+methods are limited, and so is the output.
+
+Not bounded: what one single operation of the standard library takes, such as `replace` of a short text by a long one
+or a format string with a huge width. The time is looked at after each step, so one such operation can overrun it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+from attrs import define
+from jinja2 import Template, Undefined, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_STEPS = 500_000
+MAX_SECONDS = 3.0
+#: Characters of a text, items of a list.
+MAX_SIZE = 16_000_000
+#: Bits of a whole number.
+MAX_BITS = 10_000
+
+# Under this name a rendering's budget lies among its variables. No template can spell it.
+_BUDGET = " budget"
+# Filters and methods that make something as large as a number says.
+_SIZED_FILTERS = ("batch", "center", "indent", "slice")
+_SIZED_METHODS = ("center", "expandtabs", "ljust", "rjust", "zfill")
+
+
+class TemplateRefusal(Exception):  # noqa: N818 it is the template's word, not a fault
+    """What a template says by `raise_exception`."""
+
+
+class BoundExceeded(Exception):  # noqa: N818
+    """A template takes too much."""
+
+
+@define
+class _Budget:
+    """What is left to one rendering."""
+
+    deadline: float
+    steps: int = MAX_STEPS
+
+    def spend(self) -> None:
+        self.steps -= 1
+        if self.steps < 0:
+            raise BoundExceeded(f"it runs for more than {MAX_STEPS} steps")
+        if time.monotonic() > self.deadline:
+            raise BoundExceeded(f"it runs for more than {MAX_SECONDS:g} seconds")
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here only its body counts."""
+
+    tags = {"generation"}  # noqa: RUF012 as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _TemplateNamespace(Namespace):
+    """Jinja's `namespace`, without names that Python's own protocols look up."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *mappings = args  # as Jinja has it: `namespace(self=...)` is a name like others
+        Namespace.__init__(self)
+        for name, value in dict(*mappings, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"namespace attribute {name!r} begins with an underscore")
+        super().__setitem__(name, value)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of one template, with what Hugging Face's `apply_chat_template` offers to templates."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _tojson
+        for name in _SIZED_FILTERS:
+            self.filters[name] = _sized(self.filters[name])
+        self.globals.pop("lipsum")
+        self.globals |= {
+            "dict": _dict,
+            "namespace": _TemplateNamespace,
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+
+    def compile_bounded(self, tree: nodes.Template) -> Template:
+        """Compile what `parse` returned, with loops that count their steps; raise what Jinja raises if it cannot."""
+        for loop in list(tree.find_all(nodes.For)):
+            loop.body.insert(0, nodes.ExprStmt(_call_of("tick"), lineno=loop.lineno))
+            if loop.test is not None:
+                loop.test = nodes.And(_call_of("tick"), loop.test)
+        for concat in list(tree.find_all(nodes.Concat)):
+            concat.nodes = [_call_of("concatenate", *concat.nodes)]
+        tree.set_environment(self)
+        return Template.from_code(self, self.compile(tree), self.make_globals(None))
+
+    def run(self, template: Template, variables: Mapping[str, Any]) -> str:
+        """Render; raise BoundExceeded, TemplateRefusal, or whatever the template's own faults raise."""
+        budget = _Budget(time.monotonic() + MAX_SECONDS)
+        parts: list[str] = []
+        size = 0
+        for part in template.generate({**variables, _BUDGET: budget}):
+            size += len(part)
+            if size > MAX_SIZE:
+                raise BoundExceeded(f"its output is longer than {MAX_SIZE} characters")
+            parts.append(part)
+        return "".join(parts)
+
+    def tick(self) -> bool:
+        """Nothing: that it is called is the point, as `call` counts."""
+        return True
+
+    def concatenate(self, *values: Any) -> str:
+        """The `~` operator."""
+        texts = [str(value) for value in values]
+        _limit(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Count a step and call."""
+        context.parent[_BUDGET].spend()
+        if getattr(obj, "__name__", "") in _SIZED_METHODS:
+            _limit_all((*args, *kwargs.values()))
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Refuse what grows too large, before it does."""
+        if isinstance(left, int) and isinstance(right, int):
+            if operator == "**":
+                _limit(left.bit_length() * right, MAX_BITS)
+            elif operator == "*":
+                _limit(left.bit_length() + right.bit_length(), MAX_BITS)
+        elif operator == "*":
+            _limit(_length(left) * _length(right))
+        elif operator == "+":
+            _limit(_length(left) + _length(right))
+        return super().call_binop(context, operator, left, right)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        """Refuse at once. Jinja's own would print as an empty text."""
+        raise SecurityError(f"attribute {attribute!r} of {type(obj).__name__!r} is not open to templates")
+
+
+def _call_of(method: str, *args: nodes.Expr) -> nodes.Call:
+    """An expression that calls a method of the environment."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), list(args), [], None, None)
+
+
+def _length(value: Any) -> int:
+    """Of a sequence; a whole number counts as itself, as it repeats one; anything else makes nothing large."""
+    if isinstance(value, int):
+        return value
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _limit(size: int, most: int = MAX_SIZE) -> None:
+    if size > most:
+        raise BoundExceeded(f"a value of size {size} is more than {most}")
+
+
+def _limit_all(values: tuple[Any, ...]) -> None:
+    for value in values:
+        if isinstance(value, int):
+            _limit(value)
+
+
+def _sized(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(filter_)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _limit_all((*args, *kwargs.values()))
+        return filter_(*args, **kwargs)
+
+    return bounded
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As Hugging Face has it: Jinja's own escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    """In local time, as Hugging Face has it."""
+    return datetime.now().strftime(form)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """A function, as the type would hand out its methods."""
+    return dict(*args, **kwargs)
