@@ -40,7 +40,9 @@ def forward_batch(
         for group, pages in zip(slots, row.pages, strict=True):
             group += [pages[position // size] * size + position % size for position in span]
         bounds.append(bounds[-1] + len(row_ids))
-        if row.want is not Want.NONE:
+        if row.want is Want.ALL:
+            wanted += range(bounds[-2], bounds[-1])
+        elif row.want is Want.LAST:
             wanted += range(bounds[-1] - row.num_drafts - 1, bounds[-1])
 
     def tensor(values: Sequence[int]) -> torch.Tensor:
@@ -101,10 +103,11 @@ class LocalExecutor:
         """Run token 0 in page 0: kernels are chosen and threads started before the first request comes."""
         pages = tuple((0,) for _ in self.context.layout.groups)
         row = Row(sequence_id=("", 0), token_ids=(0,), start=0, pages=pages)
-        self._forward((row,), [(0,)])
+        self.forward((row,), [(0,)])
 
     @torch.inference_mode()
-    def _forward(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    def forward(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Run rows with these ids and return the fp32 logits (L, V) that they want, choosing nothing."""
         assert self._runner is not None and self._cache is not None, "start() comes first"
         context = self.context
         batch = forward_batch(rows, ids, context.layout, self._device)
@@ -127,7 +130,7 @@ class LocalExecutor:
         if not plan.rows:
             self._done.append(StepResult())
             return
-        logits = self._forward(plan.rows, [self._ids(row) for row in plan.rows])
+        logits = self.forward(plan.rows, [self._ids(row) for row in plan.rows])
         self._done.append(StepResult(rows=self._with_drafts(plan.rows, self._sampler.choose(plan.rows, logits))))
 
     def _ids(self, row: Row) -> Sequence[int]:
@@ -164,6 +167,11 @@ class LocalExecutor:
                 break
             usable.append(token)
         return tuple(usable)
+
+    def poison(self) -> None:
+        """Fill the cache with NaN, for tests: what holds no token must not be read."""
+        assert self._cache is not None, "start() comes first"
+        self._cache.fill(float("nan"))
 
     def collect(self) -> StepResult:
         """Return the step's results."""

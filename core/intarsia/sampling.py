@@ -98,7 +98,7 @@ class Sampler:
         """Choose after each row's last token and after each of its drafts; accept the drafts that agree.
 
         Args:
-            rows: the plan's rows. In their order, `num_drafts + 1` rows of logits belong to each that wants logits.
+            rows: the plan's rows. In their order, as many rows of logits belong to each as it wants.
             logits_LV: fp32; logits processors change it in place.
 
         Returns:
@@ -129,8 +129,8 @@ class Sampler:
         for row in rows:
             if row.want is Want.NONE:
                 continue
-            stop = first + row.num_drafts + 1
-            tasks.append(_Task(row, self._states[row.sequence_id], range(first, stop)))
+            stop = first + (len(row.token_ids) if row.want is Want.ALL else row.num_drafts + 1)
+            tasks.append(_Task(row, self._states[row.sequence_id], range(stop - row.num_drafts - 1, stop)))
             first = stop
         return tasks
 

@@ -60,6 +60,12 @@ class TensorCache:
                     else:
                         tensor[move.target].copy_(tensor[move.source])
 
+    def fill(self, value: float) -> None:
+        """Set every number of every page."""
+        for layer in self.layers:
+            layer.keys.fill_(value)
+            layer.values.fill_(value)
+
     @property
     def num_bytes(self) -> int:
         """Bytes reserved."""

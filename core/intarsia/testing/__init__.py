@@ -1,0 +1,10 @@
+"""What tests of engines and plugins need, shipped in the wheel.
+
+`scripted` is a plugin whose runner says given ids in turn: text, stops, streams and speculation become exact.
+`prompt_logits` reads the logits of a prompt's every position.
+"""
+
+from intarsia.testing import scripted
+from intarsia.testing.logits import poison_cache, prompt_logits
+
+__all__ = ["poison_cache", "prompt_logits", "scripted"]
