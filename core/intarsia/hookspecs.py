@@ -195,6 +195,11 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+def _an(name: str) -> str:
+    """Return a class's name behind its indefinite article."""
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
+
+
 def _provide(kind: Kind) -> Callable[[], Iterable[Provider]]:
     """Make the hook spec of one kind, docstring included."""
 
@@ -205,7 +210,7 @@ def _provide(kind: Kind) -> Callable[[], Iterable[Provider]]:
     provide.__doc__ = (
         f"Offer {kind.what}.\n\n"
         f"Called once, when plugins are collected, without arguments. Returns providers whose `fit` and `build`\n"
-        f"take a {kind.context.__name__} and whose `build` makes a {kind.part.__name__}.\n{kind.then}\n\n"
+        f"take {_an(kind.context.__name__)} and whose `build` makes {_an(kind.part.__name__)}.\n{kind.then}\n\n"
         f"Example: `{kind.example}`"
     )
     return hookspec(provide)

@@ -91,14 +91,22 @@ class Context:
 
 @frozen(kw_only=True)
 class LoaderContext(Context):
-    """For loaders: where the model's files are. `path` is a file or a folder that exists."""
+    """For loaders.
+
+    Attributes:
+        path: where the model's files are: a file or a folder that exists.
+    """
 
     path: Path
 
 
 @frozen(kw_only=True)
 class ModelContext(Context):
-    """For families: the checkpoint's config, Hugging Face's spelling."""
+    """For families.
+
+    Attributes:
+        config: the checkpoint's, in Hugging Face's spelling.
+    """
 
     config: Mapping[str, Any]
 
@@ -118,7 +126,12 @@ class PartContext(Context):
 
 @frozen(kw_only=True)
 class CacheContext(PartContext):
-    """For cache allocators: the layout that the composition agreed on, and how many pages its memory holds."""
+    """For cache allocators.
+
+    Attributes:
+        layout: how the cache lies, as the composition agreed on.
+        num_pages: how many pages its memory holds.
+    """
 
     layout: CacheLayout
     num_pages: int
@@ -146,8 +159,16 @@ class ExecutorContext(PartContext):
     """For executors: all that a rank needs to load its weights and run plans.
 
     Attributes:
+        checkpoint: the model's files, opened.
+        weight_map: which of their tensors make the model's.
+        layout: how the cache lies.
+        num_pages: how many pages it has.
         num_ids: token ids that can be chosen; a padded vocabulary has logits beyond them.
+        attention: the attention backend, which prepares once a step.
+        quantizers: what weights go through as they load, in order.
         build_runner: makes the chosen runner around loaded weights.
+        drafter: None where nothing is drafted.
+        logits_processors: what logits go through before a token is chosen, in order.
     """
 
     checkpoint: Checkpoint
@@ -164,7 +185,12 @@ class ExecutorContext(PartContext):
 
 @frozen(kw_only=True)
 class FrontendContext(Context):
-    """For frontends: the config they serve, and a factory for the engine, which they own and close."""
+    """For frontends.
+
+    Attributes:
+        config: what they serve.
+        start_engine: makes the engine, which they own and close.
+    """
 
     config: EngineConfig
     start_engine: Callable[[], EngineHandle]

@@ -32,6 +32,9 @@ class ModelChoice:
     """Which model: `use` is a name, a path or a hub id; `loader` and `family` are keys of parts.
 
     Attributes:
+        use: a known name (`smollm2`), a path to a file or folder, or a hub id (`owner/name`).
+        loader: key of the loader; auto is the one that fits the files.
+        family: key of the model family; auto is the `model_type` that the files say.
         revision: branch, tag or commit, for a hub id.
         options: options of the loader.
     """
@@ -77,6 +80,7 @@ class EngineOptions:
     invariance: Invariance = "numeric"
     #: where requests without a seed take theirs from; None is the operating system
     seed: int | None = None
+    #: the least severe messages that are logged
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     plugins: PluginsOptions = Factory(PluginsOptions)
 
