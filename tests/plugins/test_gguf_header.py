@@ -7,11 +7,11 @@ import tracemalloc
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from tools import gguf_bytes as gb
 
 from intarsia.errors import CheckpointError
 from intarsia_gguf.checkpoint import GgufLoader
 from intarsia_gguf.header import read_header
+from tools import gguf_bytes as gb
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 100 * 2**20

@@ -40,7 +40,9 @@ def key(name, kind, value):
 def tensor_info(name, dims, kind, offset, num_dims=None):
     """One tensor's entry; `dims` in the file's order, columns first."""
     count = len(dims) if num_dims is None else num_dims
-    return text(name) + struct.pack("<I", count) + struct.pack(f"<{len(dims)}Q", *dims) + struct.pack("<IQ", kind, offset)
+    return (
+        text(name) + struct.pack("<I", count) + struct.pack(f"<{len(dims)}Q", *dims) + struct.pack("<IQ", kind, offset)
+    )
 
 
 def file_bytes(keys, infos, data, *, magic=b"GGUF", version=3, num_tensors=None, num_keys=None, alignment=32):

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - ambiguous characters are what is tested
 """Print llama.cpp's token ids for the texts of the tokenizer tests, as JSON.
 
 Needs llama-cpp-python, which is no dependency of this project (install it in an environment of its own)::
@@ -34,10 +35,10 @@ def code():
     yield from (
         "def add(a, b):\n    return a + b\n",
         "for (int i = 0; i < n; ++i) { sum += x[i]; }\n",
-        "#include <stdio.h>\nint main(void) {\n\tprintf(\"hi\\n\");\n\treturn 0;\n}\n",
+        '#include <stdio.h>\nint main(void) {\n\tprintf("hi\\n");\n\treturn 0;\n}\n',
         "SELECT name, COUNT(*) FROM t WHERE x >= 3 GROUP BY name;",
         '{"key": [1, 2.5e-3, null, true], "nested": {"a": "b"}}',
-        "<html><body class=\"x\">&nbsp;</body></html>",
+        '<html><body class="x">&nbsp;</body></html>',
         "x = lambda y: y**2 if y != 0 else ~y & 0xFF | 0b1010 ^ 0o17 << 2",
         "if a == b && c || !d { e->f::g(); }",
         "\\frac{\\alpha}{\\beta} \\int_0^\\infty e^{-x^2} dx",
@@ -85,7 +86,17 @@ def whitespace():
         yield "a" + " " * count + "5b"
         yield " " * count + "\n" + " " * count + "x"
         yield "." + " " * count + "!"
-    yield from (" \n \n", "\n\n \n", "a \n b", "a\n\nb\n\n\nc", " \t \t", "\u2028\u2029", "\x0b\x0c", "a\x0bb\x0cc", "\u1680\u2003x")
+    yield from (
+        " \n \n",
+        "\n\n \n",
+        "a \n b",
+        "a\n\nb\n\n\nc",
+        " \t \t",
+        "\u2028\u2029",
+        "\x0b\x0c",
+        "a\x0bb\x0cc",
+        "\u1680\u2003x",
+    )
 
 
 def scripts():
