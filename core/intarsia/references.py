@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -173,14 +174,16 @@ def _from_hub(name: str, revision: str | None) -> Path:
     try:
         return _snapshot(name, revision, local_files_only=False)
     except Exception as error:  # as above
-        raise ModelNotFoundError(f"hub model {name!r} could not be downloaded: {error}", field="model.use") from error
+        raise ModelNotFoundError(
+            f"hub model {name!r} could not be downloaded: {_first_line(error)}", field="model.use"
+        ) from error
 
 
 def _from_cache(name: str, revision: str | None, error: Exception) -> Path:
     try:
         return _snapshot(name, revision, local_files_only=True)
     except OSError:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {_first_line(error)}"
         raise _not_on_hub(
             name, f"the hub cannot be reached ({reason}) and the local cache does not hold it. {_what_works()}"
         ) from error
@@ -188,7 +191,10 @@ def _from_cache(name: str, revision: str | None, error: Exception) -> Path:
 
 def _snapshot(name: str, revision: str | None, *, local_files_only: bool) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    if not sys.stderr.isatty():  # its bars would fill a log
+        disable_progress_bars()
     folder = snapshot_download(
         name,
         revision=revision,
@@ -204,18 +210,22 @@ def _refusal(error: Exception, revision: str | None) -> str | None:
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):  # before its parent, RepositoryNotFoundError
-        return "on the hub it is gated: accept its terms there, then log in with `hf auth login`"
+        return "on the hub it is gated: accept its terms there, then log in with `hf auth login`."
     if isinstance(error, RepositoryNotFoundError):
         return f"the hub has no such repository, or it is private. {_what_works()}"
     if isinstance(error, RevisionNotFoundError):
-        return f"on the hub it has no revision {revision!r}"
+        return f"on the hub it has no revision {revision!r}."
     if isinstance(error, HFValidationError):
-        return f"no valid hub id: {error}"
+        return f"no valid hub id: {_first_line(error)}"
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _not_on_hub(name: str, why: str) -> ModelNotFoundError:
     return ModelNotFoundError(
-        f"model {name!r} was not found: no known name; no file or folder of that name{_near_files(name)}; {why}",
+        f"model {name!r} was not found: no known name; no file or folder of that name; {why}{_near_files(name)}",
         field="model.use",
     )

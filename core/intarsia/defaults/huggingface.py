@@ -163,13 +163,10 @@ def read_tokenizer(folder: ModelFolder, config: Mapping[str, Any]) -> TokenizerS
     definition = folder.read_text("tokenizer.json", _MAX_TOKENIZER)
     if definition is None:
         return None
-    tokenizer = _load(definition)
+    tokenizer, added = _load(definition)
     settings = _settings(folder)
     texts = {name: text for name in _SPECIAL if (text := _token_text(settings, name)) is not None}
     bos_id = _id_of(tokenizer, texts.get("bos_token"))
-    # The empty text gives what the post-processor adds, and nothing else.
-    tokenizer.no_padding()
-    added = tokenizer.encode("").ids
     if bos_id is None and added and added[0] != _id_of(tokenizer, texts.get("eos_token")):
         bos_id = added[0]
     wanted = settings.get("add_bos_token") is True or bos_id in added[:1]
@@ -183,13 +180,19 @@ def read_tokenizer(folder: ModelFolder, config: Mapping[str, Any]) -> TokenizerS
     )
 
 
-def _load(definition: str) -> Any:
+def _load(definition: str) -> tuple[Any, list[int]]:
+    """Return the tokenizer, and the ids that its post-processor adds to a text."""
     from tokenizers import Tokenizer
 
     parse_object(definition, "tokenizer.json")  # bounds its depth, and names a syntax error's place
     try:
-        return Tokenizer.from_str(definition)
-    except Exception as error:  # the library raises plain Exceptions
+        tokenizer = Tokenizer.from_str(definition)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer, tokenizer.encode("").ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exceptions, and panics, which are not even those
         raise CheckpointError(f"tokenizer.json is not a tokenizer: {error}") from None
 
 
