@@ -252,6 +252,19 @@ def test_a_malformed_definition_is_a_checkpoint_error(definition):
         TextTokenizer.from_spec(TokenizerSpec(definition))
 
 
+def test_a_definition_that_makes_the_library_panic_is_a_checkpoint_error():
+    definition = json.loads(_llama_like(post_processor=False).to_str())
+    definition["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is malformed"):
+        TextTokenizer.from_spec(TokenizerSpec(json.dumps(definition)))
+
+
+def test_text_that_the_tokenizer_has_no_tokens_for_is_an_invalid_request():
+    backend = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    with pytest.raises(InvalidRequestError, match="cannot encode the text"):
+        TextTokenizer.from_spec(TokenizerSpec(backend.to_str())).encode("b")
+
+
 def test_adding_a_bos_that_is_not_there_is_a_checkpoint_error():
     with pytest.raises(CheckpointError, match="bos_id"):
         TextTokenizer.from_spec(TokenizerSpec(_llama_like(post_processor=False).to_str(), add_bos=True))

@@ -2,8 +2,8 @@
 
 A chat template is a program that came with a model file. Jinja's immutable sandbox keeps it from the interpreter's
 insides; this one also bounds what it takes. Counted as steps are every iteration of a loop, every item that a loop's
-condition tests, and every call. Texts that grow by `+`, `~` or `*`, powers, and the sizes asked of padding filters and
-methods are limited, and so is the output.
+condition tests, and every call. Limited are the output, the text that operators, filters, calls and set blocks make,
+the lists that operators make, whole numbers, and the sizes asked of padding filters and methods.
 
 Not bounded: what one single operation of the standard library takes, such as `replace` of a short text by a long one
 or a format string with a huge width. The time is looked at after each step, so one such operation can overrun it.
@@ -97,8 +97,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
-        for name in _SIZED_FILTERS:
-            self.filters[name] = _sized(self.filters[name])
+        for name, filter_ in self.filters.items():
+            self.filters[name] = _bounded(filter_, sized=name in _SIZED_FILTERS)
         self.globals.pop("lipsum")
         self.globals |= {
             "dict": _dict,
@@ -115,6 +115,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 loop.test = nodes.And(_call_of("tick"), loop.test)
         for concat in list(tree.find_all(nodes.Concat)):
             concat.nodes = [_call_of("concatenate", *concat.nodes)]
+        for block in list(tree.find_all(nodes.AssignBlock)):
+            # Filters limit what they return, and a set block is the one text that passes none.
+            block.filter = nodes.Filter(block.filter, "string", [], [], None, None)
         tree.set_environment(self)
         return Template.from_code(self, self.compile(tree), self.make_globals(None))
 
@@ -141,11 +144,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Count a step and call."""
+        """Count a step, call, and limit what comes of it: macros make text as well."""
         context.parent[_BUDGET].spend()
         if getattr(obj, "__name__", "") in _SIZED_METHODS:
             _limit_all((*args, *kwargs.values()))
-        return super().call(context, obj, *args, **kwargs)
+        result = super().call(context, obj, *args, **kwargs)
+        _limit(len(result) if isinstance(result, str) else 0)
+        return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Refuse what grows too large, before it does."""
@@ -188,11 +193,14 @@ def _limit_all(values: tuple[Any, ...]) -> None:
             _limit(value)
 
 
-def _sized(filter_: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded(filter_: Callable[..., Any], *, sized: bool) -> Callable[..., Any]:
     @wraps(filter_)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        _limit_all((*args, *kwargs.values()))
-        return filter_(*args, **kwargs)
+        if sized:
+            _limit_all((*args, *kwargs.values()))
+        result = filter_(*args, **kwargs)
+        _limit(len(result) if isinstance(result, str) else 0)
+        return result
 
     return bounded
 

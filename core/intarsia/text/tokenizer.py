@@ -71,7 +71,7 @@ class Tokenizer:
         """Return the ids of a plain prompt. Special tokens that the text spells out are parsed as such.
 
         Raises:
-            InvalidRequestError: the text is no valid Unicode.
+            InvalidRequestError: the text is no valid Unicode, or the tokenizer has no tokens for it.
         """
         return self._with_bos(self._encode(text, "prompt"))
 
@@ -123,7 +123,14 @@ class Tokenizer:
                 "valid Unicode",
                 field=field_name,
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if not _is_the_librarys(error):
+                raise
+            raise InvalidRequestError(
+                f"{field_name}: this model's tokenizer cannot encode the text: {error}", field=field_name
+            ) from None
         return ids
 
     def _pieces(self, ids: Iterable[int]) -> list[str]:
@@ -137,8 +144,15 @@ class Tokenizer:
 def _read(definition: str) -> Any:
     try:
         return Backend.from_str(definition)
-    except Exception as error:
+    except BaseException as error:
+        if not _is_the_librarys(error):
+            raise
         raise CheckpointError(f"tokenizer: the tokenizer.json is malformed: {error}", field="tokenizer") from None
+
+
+def _is_the_librarys(error: BaseException) -> bool:
+    """Whether the library failed. Its Rust code may panic on a malformed file, and a panic is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _decoder(backend: Any) -> dict[str, Any] | None:
