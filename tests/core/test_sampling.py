@@ -1,0 +1,349 @@
+"""Sampling: draws are counter-based, filters are transformers', drafts never change the output."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare, kstest
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from intarsia.sampling import CHOOSE, Sampler, accept, draw, philox, target_probabilities, uniforms
+from intarsia.types import Entered, Row, SamplingParams, Want
+
+VOCAB = 50
+
+
+def enter(sampler, name, params, prompt=(1, 2, 3), choice=0, seed=None):
+    sequence_id = (name, choice)
+    seed = seed if seed is not None else params.seed or 0
+    sampler.enter(
+        Entered(sequence_id=sequence_id, params=params, seed=seed, token_ids=tuple(prompt), num_prompt=len(prompt))
+    )
+    return sequence_id
+
+
+def row(sequence_id, prompt=(1, 2, 3), start=0, drafts=(), want=Want.LAST):
+    ids = (*prompt, *drafts)
+    return Row(sequence_id=sequence_id, token_ids=ids, start=start, num_drafts=len(drafts), want=want)
+
+
+def random_logits(rows, vocab=VOCAB, seed=0, scale=3.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+# --- the generator ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "counter", "words"),
+    [  # the vectors that Random123 publishes (kat_vectors, philox4x32 10)
+        ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0xA4093822, 0x299F31D0),
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_words(key, counter, words):
+    found = philox(np.array([key], dtype=np.uint64), np.array([counter], dtype=np.uint64))
+    assert tuple(found[0].tolist()) == words
+
+
+def test_uniform_numbers_are_uniform_and_depend_on_every_word():
+    positions = list(range(20000))
+    numbers = uniforms([42] * 20000, [0] * 20000, positions, CHOOSE)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert kstest(numbers, "uniform").pvalue > 1e-3
+    same = uniforms([42], [0], [7], CHOOSE)[0]
+    assert numbers[7] == same
+    others = [
+        uniforms([43], [0], [7], CHOOSE)[0],
+        uniforms([42 + 2**32], [0], [7], CHOOSE)[0],
+        uniforms([42], [1], [7], CHOOSE)[0],
+        uniforms([42], [0], [8], CHOOSE)[0],
+        uniforms([42], [0], [7], CHOOSE + 1)[0],
+    ]
+    assert len({same, *others}) == 6
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, VOCAB + 5),
+    top_p=st.floats(0.01, 1),
+    seed=st.integers(0, 100),
+)
+def test_the_distribution_is_transformers_own(temperature, top_k, top_p, seed):
+    logits = random_logits(3, seed=seed)
+    expected = TemperatureLogitsWarper(temperature)(None, logits.double())
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    expected = expected.softmax(-1)
+    before = logits.clone()
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    found = target_probabilities(logits, [params] * 3)
+    found = found / found.sum(-1, keepdim=True)
+    # At a nucleus whose edge is met to the last bit, either side of the edge is right.
+    assert (found - expected).abs().max() < 1e-6 or abs(_edge(logits, params, found)) < 1e-6
+    assert torch.equal(logits, before)
+
+
+def _edge(logits, params, found):
+    """How far the kept probability is from top_p, at the nearest row."""
+    full = target_probabilities(logits, [SamplingParams(temperature=params.temperature, top_k=params.top_k)] * 3)
+    kept = [(full[i] * (found[i] > 0)).sum().item() for i in range(3)]
+    return min((k - params.top_p for k in kept), key=abs)
+
+
+def test_rows_with_different_settings_do_not_disturb_each_other():
+    logits = random_logits(4)
+    params = [
+        SamplingParams(temperature=0.3),
+        SamplingParams(temperature=2.0, top_k=3),
+        SamplingParams(temperature=1.0, top_p=0.4),
+        SamplingParams(temperature=1e-300, top_k=7, top_p=0.9),
+    ]
+    together = target_probabilities(logits, params)
+    alone = torch.cat([target_probabilities(logits[i : i + 1], [p]) for i, p in enumerate(params)])
+    assert torch.equal(together, alone)
+    assert (together > 0).sum(-1)[1] == 3
+    assert together[3].max() == 1.0
+
+
+def test_draws_follow_the_distribution():
+    probabilities = torch.tensor([[0.1, 0.0, 0.2, 0.05, 0.65]], dtype=torch.float64)
+    count = 20000
+    numbers = uniforms([7] * count, [0] * count, range(count), CHOOSE)
+    counts = Counter(draw(probabilities.expand(count, -1), numbers))
+    assert counts[1] == 0
+    kept = [0, 2, 3, 4]
+    assert chisquare([counts[i] for i in kept], [probabilities[0, i].item() * count for i in kept]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53, 0.5])
+def test_the_ends_of_the_unit_interval_draw_tokens_that_have_probability(number):
+    probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.1, 0.0]], dtype=torch.float64)
+    (token,) = draw(probabilities, np.array([number]))
+    assert token in (1, 3)
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 1}, {"top_p": 0.0}, {"temperature": 1e-9}])
+def test_every_way_to_be_greedy_takes_the_likeliest(params):
+    sampler = Sampler(VOCAB)
+    sequence_id = enter(sampler, "a", SamplingParams(**params, seed=3))
+    logits = random_logits(1)
+    (result,) = sampler.choose([row(sequence_id)], logits.clone())
+    assert result.token_ids == (int(logits.argmax()),)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_a_seeded_row_draws_the_same_whatever_its_neighbours(data):
+    params = SamplingParams(temperature=1.3, top_p=0.9, seed=42)
+    logits = random_logits(1, seed=5)
+    alone = Sampler(VOCAB)
+    (expected,) = alone.choose([row(enter(alone, "a", params))], logits.clone())
+    others = data.draw(
+        st.lists(
+            st.builds(
+                SamplingParams,
+                temperature=st.floats(0, 3),
+                top_k=st.integers(0, 60),
+                top_p=st.floats(0, 1),
+                seed=st.integers(0, 2**64 - 1),
+            ),
+            max_size=6,
+        )
+    )
+    place = data.draw(st.integers(0, len(others)))
+    sampler = Sampler(VOCAB)
+    ids = [enter(sampler, f"other-{i}", p) for i, p in enumerate(others)]
+    ids.insert(place, enter(sampler, "a", params))
+    crowd = random_logits(len(ids), seed=9)
+    crowd[place] = logits[0]
+    results = sampler.choose([row(i) for i in ids], crowd)
+    assert results[place].token_ids == expected.token_ids
+    assert all(0 <= r.token_ids[0] < VOCAB for r in results)
+
+
+def test_the_choices_of_one_seed_differ_and_repeat():
+    params = SamplingParams(temperature=1.5, seed=7, n=4)
+
+    def run():
+        sampler = Sampler(VOCAB)
+        ids = [enter(sampler, "a", params, choice=c) for c in range(4)]
+        texts = [[] for _ in ids]
+        for step in range(8):
+            rows = [row(i, prompt=(1, 2, 3, *texts[c])) for c, i in enumerate(ids)]
+            for c, result in enumerate(sampler.choose(rows, random_logits(1, seed=step).expand(4, -1).clone())):
+                texts[c] += result.token_ids
+        return texts
+
+    first, second = run(), run()
+    assert first == second
+    assert len({tuple(t) for t in first}) > 1
+
+
+def test_ids_of_a_padded_vocabulary_are_never_chosen_nor_reported():
+    sampler = Sampler(num_ids=VOCAB)
+    sequence_id = enter(sampler, "a", SamplingParams(temperature=100, seed=1, logprobs=1000))
+    logits = torch.cat([random_logits(1), torch.full((1, 14), 50.0)], dim=1)
+    (result,) = sampler.choose([row(sequence_id)], logits)
+    assert result.token_ids[0] < VOCAB
+    (entry,) = result.logprobs
+    assert len(entry.top) == VOCAB
+    assert sum(np.exp(value) for _, value in entry.top) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_finite_logits_fails_alone(bad, temperature):
+    sampler = Sampler(VOCAB)
+    params = SamplingParams(temperature=temperature, seed=1)
+    ids = [enter(sampler, name, params) for name in "abc"]
+    logits = random_logits(3)
+    expected = [Sampler(VOCAB) for _ in ids]
+    solo = [s.choose([row(enter(s, "x", params))], logits[i : i + 1].clone())[0] for i, s in enumerate(expected)]
+    logits[1, 4] = bad
+    results = sampler.choose([row(i) for i in ids], logits)
+    assert [bool(r.error) for r in results] == [False, True, False]
+    assert results[1].token_ids == ()
+    assert [results[0].token_ids, results[2].token_ids] == [solo[0].token_ids, solo[2].token_ids]
+
+
+def test_logprobs_are_of_the_raw_distribution_and_hold_the_chosen_token():
+    logits = random_logits(1, scale=1.0)
+    reference = logits.log_softmax(-1)[0]
+    best = reference.topk(5)
+    for settings_ in ({"temperature": 0}, {"temperature": 1.7, "top_p": 0.1}, {"temperature": 1.0, "top_k": 1}):
+        sampler = Sampler(VOCAB)
+        sequence_id = enter(sampler, "a", SamplingParams(**settings_, logprobs=5, seed=2))
+        (result,) = sampler.choose([row(sequence_id)], logits.clone())
+        (entry,) = result.logprobs
+        assert [t for t, _ in entry.top] == best.indices.tolist()
+        assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert entry.token_id == result.token_ids[0]
+        assert entry.logprob == pytest.approx(reference[entry.token_id].item(), abs=1e-5)
+
+
+def test_rows_that_want_no_logits_get_no_tokens():
+    sampler = Sampler(VOCAB)
+    first, second = (enter(sampler, name, SamplingParams(temperature=0)) for name in "ab")
+    logits = random_logits(1)
+    results = sampler.choose([row(first, want=Want.NONE), row(second)], logits.clone())
+    assert results[0].token_ids == ()
+    assert results[1].token_ids == (int(logits.argmax()),)
+
+
+def test_rows_that_want_all_logits_choose_after_the_last_alone():
+    sampler = Sampler(VOCAB)
+    sequence_id = enter(sampler, "a", SamplingParams(temperature=0))
+    logits = random_logits(3)
+    (result,) = sampler.choose([row(sequence_id, want=Want.ALL)], logits.clone())
+    assert result.token_ids == (int(logits[2].argmax()),)
+
+
+# --- verification -----------------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_accepted_up_to_the_first_that_differs():
+    assert accept([], [5]) == [5]
+    assert accept([5, 6], [5, 6, 7]) == [5, 6, 7]
+    assert accept([5, 9], [5, 6, 7]) == [5, 6]
+    assert accept([9, 6], [5, 6, 7]) == [5]
+    assert accept([0], [0, 0]) == [0, 0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    drafts=st.lists(st.integers(0, VOCAB - 1), max_size=5),
+    right=st.integers(0, 5),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+)
+def test_a_verified_run_equals_plain_decoding(drafts, right, temperature):
+    """The logits after a prefix depend on the prefix alone, as a model's do."""
+
+    def logits_after(ids):
+        return random_logits(1, seed=hash(tuple(ids)) % 2**31)
+
+    params = SamplingParams(temperature=temperature, seed=11, logprobs=2)
+    plain, known, entries = Sampler(VOCAB), [1, 2, 3], []
+    sequence_id = enter(plain, "a", params)
+    for _ in range(8):
+        (result,) = plain.choose([row(sequence_id, prompt=tuple(known))], logits_after(known))
+        known += result.token_ids
+        entries += result.logprobs
+    guesses = known[3 : 3 + right] + drafts[right:]
+    sampler = Sampler(VOCAB)
+    sequence_id = enter(sampler, "a", params)
+    stacked = torch.cat([logits_after([1, 2, 3, *guesses[:i]]) for i in range(len(guesses) + 1)])
+    (result,) = sampler.choose([row(sequence_id, drafts=tuple(guesses))], stacked)
+    accepted = list(result.token_ids)
+    assert accepted == known[3 : 3 + len(accepted)]
+    assert len(accepted) >= min(right, len(guesses)) + 1
+    assert list(sampler.token_ids(sequence_id)) == [1, 2, 3, *accepted]
+    assert result.logprobs == tuple(entries[: len(accepted)])
+
+
+class Ban:
+    """Forbids the token before, so that it shows whether drafts are seen."""
+
+    def applies(self, params):
+        return params.top_k == 0
+
+    def process(self, params, num_prompt, token_ids, logits_V):
+        assert num_prompt == 3
+        logits_V[token_ids[-1]] = -torch.inf
+
+
+def test_logits_processors_see_drafts_and_apply_where_they_say():
+    sampler = Sampler(VOCAB, (Ban(),))
+    first = enter(sampler, "a", SamplingParams(temperature=0))
+    second = enter(sampler, "b", SamplingParams(temperature=0, top_k=5))
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 3], logits[:, 4] = 9.0, 8.0
+    results = sampler.choose([row(first, drafts=(4, 3)), row(second)], logits)
+    # after 3: 3 is banned, so 4; after the draft 4: 3; after the draft 3: 4 again
+    assert results[0].token_ids == (4, 3, 4)
+    assert results[1].token_ids == (3,)
+
+
+def test_a_processor_that_raises_ends_its_own_row():
+    class Broken:
+        def applies(self, params):
+            return params.seed == 13
+
+        def process(self, params, num_prompt, token_ids, logits_V):
+            raise KeyError("grammar")
+
+    sampler = Sampler(VOCAB, (Broken(),))
+    ids = [enter(sampler, "a", SamplingParams(temperature=0)), enter(sampler, "b", SamplingParams(seed=13))]
+    results = sampler.choose([row(i) for i in ids], random_logits(2))
+    assert results[0].error is None and results[0].token_ids
+    assert "Broken" in results[1].error and "grammar" in results[1].error
+
+
+def test_a_processor_that_forbids_everything_is_an_error_not_a_token():
+    class Nothing:
+        def applies(self, params):
+            return True
+
+        def process(self, params, num_prompt, token_ids, logits_V):
+            logits_V.fill_(-torch.inf)
+
+    sampler = Sampler(VOCAB, (Nothing(),))
+    (result,) = sampler.choose([row(enter(sampler, "a", SamplingParams(seed=1)))], random_logits(1))
+    assert result.error and not result.token_ids
