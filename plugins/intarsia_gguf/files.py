@@ -26,6 +26,9 @@ def describe(path: Path) -> Described:
 
 
 def _describe_file(path: Path) -> Described:
+    if path.exists() and not path.is_file():
+        # Opening a pipe would wait for its writer.
+        return Described(None, f"{path.name} is no regular file")
     with path.open("rb") as file:
         magic = file.read(len(MAGIC))
     if magic == MAGIC:

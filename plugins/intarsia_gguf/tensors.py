@@ -26,12 +26,14 @@ class GgufTensor:
     Attributes:
         name: Hugging Face's name.
         info: where it lies, under GGUF's name.
+        path: of the file, for messages.
         data: the file.
         head_dim: rows of a head if llama.cpp reordered the rows within heads, else None.
     """
 
     name: str
     info: TensorInfo
+    path: str = field(repr=False)
     data: mmap.mmap = field(repr=False)
     head_dim: int | None = None
 
@@ -51,9 +53,16 @@ class GgufTensor:
         return self.info.num_bytes
 
     def read(self, out: torch.Tensor) -> None:
-        """Dequantize into `out`, a tensor of this shape and any float dtype, contiguous or not."""
+        """Dequantize into `out`, a tensor of this shape and any float dtype, contiguous or not.
+
+        Raises:
+            CheckpointError: the file has become shorter since it was opened.
+        """
         import torch
 
+        if self.data.size() < self.info.offset + self.info.num_bytes:
+            # The system would end the process that reads a map past the end of its file.
+            raise CheckpointError(f"{self.path}: the file was cut short while it was open; {self.info.name!r} is gone")
         assert tuple(out.shape) == self.shape, f"{self.name}: {tuple(out.shape)} is not {self.shape}"
         row_elements = int(np.prod(self.shape[1:], dtype=np.int64))
         # Blocks hold whole groups (of a vector, rows are single elements) and whole heads.
@@ -111,5 +120,5 @@ def stored_tensors(header: Header, architecture: Architecture, head_dim: int) ->
             raise CheckpointError(
                 f"{header.path}: tensor {info.name!r} has {info.shape[0]} rows, not a multiple of the head's {head_dim}"
             )
-        tensors[name] = GgufTensor(name, info, header.data, head_dim if permuted else None)
+        tensors[name] = GgufTensor(name, info, header.path, header.data, head_dim if permuted else None)
     return tensors

@@ -1,5 +1,6 @@
 """The plugin: which paths it takes, why not the others, and that asking costs no torch."""
 
+import os
 import subprocess
 import sys
 
@@ -65,6 +66,14 @@ def test_another_file_is_unfit_and_refused_if_asked_for(content, tmp_path):
     assert isinstance(found, Unfit) and "model.gguf" in found.reason
     with pytest.raises(CheckpointError, match=r"model\.gguf"):
         build(path).open()
+
+
+def test_a_pipe_is_unfit_at_once(tmp_path):
+    path = tmp_path / "pipe.gguf"
+    os.mkfifo(path)
+    assert isinstance(fit(path), Unfit)
+    with pytest.raises(CheckpointError, match=r"pipe\.gguf"):
+        build(path)
 
 
 def test_a_file_that_is_gone_is_an_error_with_its_name(tmp_path):

@@ -168,6 +168,14 @@ def test_names_that_mean_one_tensor_are_refused(tmp_path):
         open_with(tmp_path, [("model.norm.weight", (8,), gb.T_F32, bytes(32))])
 
 
+def test_a_file_that_is_cut_while_open_is_an_error(tmp_path):
+    tensors = open_with(tmp_path, [("x.weight", (1000, 64), gb.T_F32, bytes(256_000))])
+    with (tmp_path / "model.gguf").open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(CheckpointError, match=r"x\.weight"):
+        read(tensors["x.weight"])
+
+
 # --- SmolLM2 ----------------------------------------------------------------------------------------------------------
 
 

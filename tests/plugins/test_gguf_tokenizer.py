@@ -123,9 +123,9 @@ def test_texts_come_back_from_their_ids(smollm2, golden):
 
 def test_a_megabyte_of_one_letter_takes_linear_time(smollm2):
     def seconds(text):
-        started = time.perf_counter()
+        started = time.process_time()
         assert smollm2.decode(ids(smollm2, text)) == text
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     for letter in ("a", " ", "1", "."):
         whole = seconds(letter * 1_000_000)
