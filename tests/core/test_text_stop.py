@@ -61,6 +61,7 @@ def test_no_more_is_held_back_than_may_be_the_beginning_of_a_stop_string(text, s
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_earliest_match_wins_whatever_the_order_of_the_stop_strings(order):
     assert _run(StopStrings(["GH", "DE", "I"][::order]), ["ABCDEFGHI"]) == (["ABC"], True)
+    assert _run(StopStrings(["CDE", "E"][::order]), ["ABCDEFGHI"]) == (["AB"], True)
 
 
 def test_text_after_the_stop_string_is_dropped_and_the_stop_string_kept_only_if_asked():

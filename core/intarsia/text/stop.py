@@ -63,15 +63,15 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next part; return the text that is free to show, and whether a stop string ends it here."""
-        text = self._held + text
-        end, length = self._find(self._matched, text[len(self._held) :])
+        known = self._held + text
+        end, length = self._find(self._matched, text)
         if length:
             end += len(self._held)
             self._held = ""
-            return text[: end if self.include_stop else end - length], True
-        keep = len(text) - max(self._matched, default=0)
-        self._held = text[keep:]
-        return text[:keep], False
+            return known[: end if self.include_stop else end - length], True
+        keep = len(known) - max(self._matched, default=0)
+        self._held = known[keep:]
+        return known[:keep], False
 
     def completed_by(self, text: str) -> bool:
         """Return whether `push(text)` would meet a stop string."""

@@ -67,7 +67,7 @@ class TextStream:
         if self._stopped:
             return ""
         text = self._take(self._detokenizer.finish())
-        return text if self._stopped else text + self._stops.finish()
+        return text + self._stops.finish()
 
     def _take(self, text: str) -> str:
         text, self._stopped = self._stops.push(text)
