@@ -1,0 +1,157 @@
+"""`intarsia explain`: what an engine is made of and why, before any weights load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from intarsia.cli.loading import check_model, loading
+from intarsia.cli.options import config_options
+from intarsia.cli.signals import Signals
+from intarsia.cli.terminal import show, write
+from intarsia.types import CacheLayout, EngineConfig
+
+if TYPE_CHECKING:
+    from intarsia.protocols import Parts
+
+#: The provider of the ops' references.
+_REFERENCE = "torch"
+
+
+@click.command()
+@config_options
+@click.option("--json", "wants_json", is_flag=True, help="Print a JSON object.")
+@click.pass_obj
+def explain(signals: Signals, *, config: EngineConfig, wants_json: bool) -> None:
+    """Show an engine's parts, why each, and its memory.
+
+    For each part: who provides it, who asked for it and why. The engine is composed and checked; no weights load.
+    """
+    check_model(config)
+    report, parts = _compose(config, signals)
+    if wants_json:
+        write(json.dumps(report, indent=2) + "\n")
+        return
+    show(_parts(report["parts"]))
+    show(_facts(report, parts.layout))
+
+
+def _compose(config: EngineConfig, signals: Signals) -> tuple[dict[str, Any], Parts]:
+    with loading(), contextlib.redirect_stdout(sys.stderr):
+        with signals.held():
+            from intarsia.compose import compose
+            from intarsia.explain import explain as explained
+            from intarsia.plugins import Registry
+        parts = compose(config, Registry.discover(config.engine.plugins))
+        return explained(config, parts), parts
+
+
+def _facts(report: dict[str, Any], layout: CacheLayout) -> Any:
+    from rich.table import Table
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, fact in (
+        ("model", _model(report["model"])),
+        ("engine", _engine(report["engine"])),
+        *_memory(report["memory"], layout),
+        ("ops", _ops(report["ops"])),
+        ("invariance", _invariance(report["invariance"])),
+        ("hash", report["hash"]),
+    ):
+        facts.add_row(name, _text(fact))
+    return facts
+
+
+def _text(value: object) -> Any:
+    """What parts say can hold square brackets: no markup."""
+    from rich.text import Text
+
+    return Text(str(value))
+
+
+def _parts(parts: dict[str, Any]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("slot", "part", "provider", "by", "why"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("slot", "by"))
+    for slot, chosen in parts.items():
+        for part in chosen.get("all", [chosen]):
+            options = "".join(f"\n{name} = {value}" for name, value in part["options"].items())
+            cells = (slot, part["key"] + options, part["provider"], part["asked_by"], part["reason"])
+            table.add_row(*map(_text, cells))
+    return table
+
+
+def _model(model: dict[str, Any]) -> str:
+    heads = f"{model['heads']} heads over {model['kv_heads']} kv heads of {model['head_dim']}"
+    return (
+        f"{model['reference']}: {model['family']}, {model['parameters'] / 1e6:.1f} M parameters, "
+        f"{model['layers']} layers of {model['embed_dim']}, {heads}, vocabulary {model['vocab_size']}, "
+        f"trained for {model['max_len']} tokens"
+    )
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    threads = engine["threads"]
+    return (
+        f"{engine['device']}, {engine['dtype']}, {threads} {'thread' if threads == 1 else 'threads'}, "
+        f"{engine['max_model_len']} tokens a sequence at most"
+    )
+
+
+def _memory(memory: dict[str, Any], layout: CacheLayout) -> list[tuple[str, str]]:
+    formulas = [
+        f"2 x {len(group.layers)} layers x {group.num_kv_heads} kv heads x {group.head_dim} head dim"
+        f" x {layout.entry_bytes} bytes"
+        for group in layout.groups
+    ]
+    pages, page_size = memory["pages"], memory["page_size"]
+    return [
+        ("weights", size(memory["weights"])),
+        (
+            "cache",
+            f"{size(memory['cache'])} in {pages} pages of {page_size} tokens, for {pages * page_size} tokens;"
+            f" {layout.format}, order {layout.order}",
+        ),
+        ("a token", f"{memory['token']} bytes = {' + '.join(formulas)}"),
+        ("batch", f"{memory['max_batch']} sequences at most, each of full length"),
+        ("free", f"{size(memory['free'])} before loading"),
+    ]
+
+
+def _ops(ops: dict[str, str]) -> str:
+    """Name the ops that are not the references, by who implements them."""
+    others: dict[str, list[str]] = {}
+    for op, source in ops.items():
+        if source != _REFERENCE:
+            others.setdefault(source, []).append(op)
+    if not others:
+        return "all are torch's references"
+    listed = "; ".join(f"{source}: {', '.join(names)}" for source, names in others.items())
+    return f"{listed}; the others are torch's references"
+
+
+def _invariance(invariance: dict[str, Any]) -> str:
+    """Name the level of the whole, and the parts that keep no more than that."""
+    level = invariance["level"]
+    weakest = [name for name, promise in invariance["by_part"].items() if promise == level]
+    if len(weakest) == len(invariance["by_part"]):
+        return f"{level}, in every part"
+    return f"{level}, because of {', '.join(weakest)}"
+
+
+def size(num_bytes: int) -> str:
+    """Return bytes in the unit that people read: `513.1 MiB`."""
+    value, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "bytes" else f"{value:.1f} {units[0]}"

@@ -1,0 +1,108 @@
+"""Options that commands share: which engine, and how tokens are chosen."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from attrs import evolve
+
+from intarsia.config import load_config
+from intarsia.types import EngineConfig, SamplingParams
+
+T = TypeVar("T")
+
+#: Digits of a number that is still worth reading; an id has far fewer.
+_MAX_DIGITS = 18
+_MAX_SHOWN = 40
+
+
+def config_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Add -m, -c and -o to a command, which receives `config`."""
+
+    @click.option(
+        "-m", "--model", metavar="REF", help="A name (smollm2), a .gguf file, a Hugging Face folder, a hub id."
+    )
+    @plugin_options
+    @functools.wraps(command)
+    def call(*, model: str | None, config: EngineConfig, **rest: Any) -> T:
+        if model is not None:
+            config = evolve(config, model=evolve(config.model, use=model))
+        return command(config=config, **rest)
+
+    return call
+
+
+def plugin_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Add -c and -o to a command, which receives `config`."""
+
+    @click.option("-c", "--config", "file", metavar="FILE", type=click.Path(path_type=Path), help="An engine.toml.")
+    @click.option(
+        "-o",
+        "--override",
+        "overrides",
+        metavar="PATH=VALUE",
+        multiple=True,
+        help="Set one value of the config, such as cache.page_size=32. Repeatable.",
+    )
+    @functools.wraps(command)
+    def call(*, file: Path | None, overrides: tuple[str, ...], **rest: Any) -> T:
+        return command(config=load_config(file, overrides), **rest)
+
+    return call
+
+
+def sampling_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Add the options that choose tokens and end an answer to a command, which receives `params`."""
+
+    @click.option("--max-tokens", type=int, metavar="N", help="Tokens to generate at most. [default: all that fit]")
+    @click.option("--temperature", type=float, metavar="T", help="Divides the logits; 0 is greedy. [default: 1]")
+    @click.option("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0 keeps all. [default: 0]")
+    @click.option("--top-p", type=float, metavar="P", help="Keep the likeliest of probability P. [default: 1]")
+    @click.option("--seed", type=int, metavar="N", help="Repeat an answer. [default: from the operating system]")
+    @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable.")
+    @functools.wraps(command)
+    def call(
+        *,
+        max_tokens: int | None,
+        temperature: float | None,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int | None,
+        stop: tuple[str, ...],
+        **rest: Any,
+    ) -> T:
+        given = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+        }
+        params = SamplingParams(stop=stop, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        return command(params=params, **rest)
+
+    return call
+
+
+class TokenIds(click.ParamType):  # type: ignore[type-arg,unused-ignore] - generic from click 8.4 on
+    """`1,2,3`: a prompt of token ids."""
+
+    name = "ids"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Read the ids; whether the vocabulary has them is for the engine to say."""
+        if isinstance(value, tuple):
+            return value
+        ids = [item.strip() for item in str(value).split(",")]
+        for item in ids:
+            if not re.fullmatch(rf"-?[0-9]{{1,{_MAX_DIGITS}}}", item):
+                shown = repr(item if len(item) <= _MAX_SHOWN else f"{item[:_MAX_SHOWN]}...")
+                self.fail(
+                    f"{shown} is not a token id; give whole numbers with commas between, such as 1,2,3", param, ctx
+                )
+        return tuple(int(item) for item in ids)
