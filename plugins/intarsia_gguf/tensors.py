@@ -15,7 +15,7 @@ from intarsia_gguf.header import Header, TensorInfo
 if TYPE_CHECKING:
     import torch
 
-#: Elements that are dequantized at a time: small enough for the processor's caches (measured: larger is slower), and for
+#: Elements that are dequantized at a time: few enough for the processor's caches (measured: more is slower), and for
 #: torch to copy them on this thread. Waking its others for each block costs up to 100 times as much on a busy machine.
 BLOCK_ELEMENTS = 1 << 15
 
@@ -93,8 +93,8 @@ def _copy_in_halves(target: torch.Tensor, block: torch.Tensor, head_dim: int) ->
 
     Inverse of `permute` in llama.cpp's convert_hf_to_gguf.py.
     """
-    halves = target.unflatten(0, (-1, 2, head_dim // 2))
-    pairs = block.unflatten(0, (-1, head_dim // 2, 2))
+    halves = target.unflatten(0, (-1, 2, head_dim // 2))  # type: ignore[no-untyped-call]
+    pairs = block.unflatten(0, (-1, head_dim // 2, 2))  # type: ignore[no-untyped-call]
     for part in (0, 1):
         halves[:, part].copy_(pairs[:, :, part])
 
