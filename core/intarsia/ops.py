@@ -13,6 +13,7 @@ import torch
 from attrs import field, frozen
 from torch.nn import functional
 
+from intarsia.errors import PluginError, did_you_mean
 from intarsia.protocols import Kernel, LayerCache
 from intarsia.types import Invariance, Weight
 
@@ -64,17 +65,29 @@ def rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> t
     return torch.cat(rotated, dim=-1)
 
 
+#: Torch cuts CPU loops of so many numbers between threads, in the middle of a row too. Around a cut, exp is computed
+#: by scalar code that rounds otherwise than vector code.
+_GRAIN = 32768
+
+
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, where gate is the first half of the features and up the second."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
+    num_rows = max(1, (_GRAIN - 1) // gate.shape[1])
+    if gate.device.type == "cpu" and len(gate) > num_rows:
+        return torch.cat([functional.silu(part) for part in gate.split(num_rows)]).mul_(up)
     return functional.silu(gate) * up
 
 
 def cache_write(
     keys_TKD: torch.Tensor, values_TKD: torch.Tensor, cache: LayerCache, slots_T: torch.Tensor, order: str
 ) -> None:
-    """Write each token's key and value to its slot. Slot -1 is the last of the spare page, which nothing reads."""
+    """Write each token's key and value to its slot, rounded to the cache's dtype.
+
+    Slot -1 is the last of the spare page, which nothing reads.
+    """
     for new, stored in ((keys_TKD, cache.keys), (values_TKD, cache.values)):
+        new = new.to(stored.dtype)
         if order == "PSKD":
             stored.view(-1, *new.shape[1:])[slots_T] = new
         else:
@@ -94,7 +107,8 @@ def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _reference(op: str, call: Callable[..., Any], **facts: Any) -> Kernel:
-    # A row of these comes from that row alone, by the same instructions in any batch.
+    # A row of these comes from that row alone, by the same instructions in any batch (below 32768 features: a longer
+    # row that is alone is summed by several threads).
     alone: dict[str, Invariance] = dict.fromkeys(("float32", "float16", "bfloat16"), "bitwise")
     return Kernel(op=op, call=call, **({"invariance": alone} | facts))
 
@@ -185,7 +199,14 @@ def resolve(sets: Sequence[tuple[str, Sequence[Kernel]]], dtype: str, formats: S
 
     Returns:
         The ops, complete.
+
+    Raises:
+        PluginError: a kernel claims an op that does not exist.
     """
+    for source, kernels in sets:
+        for kernel in kernels:
+            if kernel.op not in OPS:
+                raise PluginError(f"kernels {source!r}: there is no op {kernel.op!r}.{did_you_mean(kernel.op, OPS)}")
     ranked = [*sets, ("torch", tuple(OPS.values()))]
 
     def first(op: str, weight_format: str | None) -> OpChoice:

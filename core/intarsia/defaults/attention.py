@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from attrs import frozen
@@ -85,7 +85,7 @@ class RowByRowAttention:
             keys = _gather(cache.keys, pages, num_keys, prepared.order)
             values = _gather(cache.values, pages, num_keys, prepared.order)
             mixed.append(self.attend_row(q_THD[first:stop], keys, values, start, spec))
-        return torch.cat(mixed)
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
 def _visible(num_queries: int, num_keys: int, start: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -118,22 +118,35 @@ def sdpa_row(
     q_nHD: torch.Tensor, keys_MKD: torch.Tensor, values_MKD: torch.Tensor, start: int, spec: AttentionSpec
 ) -> torch.Tensor:
     """Return (n, H, D) from torch's kernel, which on CPUs never holds tokens x tokens."""
+    if spec.window is not None and (unseen := start - spec.window + 1) > 0:
+        keys_MKD, values_MKD, start = keys_MKD[unseen:], values_MKD[unseen:], spec.window - 1
     num_queries, num_keys = len(q_nHD), len(keys_MKD)
-    sees_all = num_queries == 1 and (spec.window is None or num_keys <= spec.window)
-    causal = start == 0 and num_queries > 1 and spec.window is None
-    mask = None
-    if not causal and not sees_all:
-        mask = _visible(num_queries, num_keys, start, spec.window, q_nHD.device)
-    mixed = functional.scaled_dot_product_attention(
-        q_nHD.transpose(0, 1).unsqueeze(0),
-        keys_MKD.transpose(0, 1).unsqueeze(0),
-        values_MKD.transpose(0, 1).unsqueeze(0),
+    keys_KMD = keys_MKD.to(q_nHD.dtype).transpose(0, 1)
+    values_KMD = values_MKD.to(q_nHD.dtype).transpose(0, 1)
+    if num_queries == 1:
+        # One query sees every key, so a kv head's query heads can be the queries of one call: keys are read once.
+        grouped_KGD = q_nHD.reshape(spec.num_kv_heads, -1, spec.head_dim)
+        mixed = _sdpa(grouped_KGD, keys_KMD, values_KMD, scale=spec.scale)
+        return mixed.reshape(q_nHD.shape)
+    causal = start == 0 and (spec.window is None or num_keys <= spec.window)
+    mask = None if causal else _visible(num_queries, num_keys, start, spec.window, q_nHD.device)
+    grouped = spec.num_heads != spec.num_kv_heads
+    mixed = _sdpa(
+        q_nHD.transpose(0, 1),
+        keys_KMD,
+        values_KMD,
         attn_mask=mask,
         is_causal=causal,
         scale=spec.scale,
-        enable_gqa=spec.num_heads != spec.num_kv_heads,
+        enable_gqa=grouped,
     )
-    return mixed.squeeze(0).transpose(0, 1)
+    return mixed.transpose(0, 1)
+
+
+def _sdpa(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Run torch's kernel on three-dimensional tensors; without a batch axis it would take a slower path."""
+    batched = (tensor.unsqueeze(0) for tensor in (queries, keys, values))
+    return functional.scaled_dot_product_attention(*batched, **how).squeeze(0)
 
 
 def fit_sdpa(context: PartContext) -> Fit | Unfit:
