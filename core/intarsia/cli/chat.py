@@ -96,7 +96,7 @@ class _Session:
         said: list[str] = []
         last = Output(request_id="")
         printer = Printer(1, has_text=True)
-        with self.signals.held(), contextlib.closing(outputs):  # type: ignore[type-var]
+        with self.signals.held(), contextlib.closing(outputs):
             for last in outputs:
                 said.append(last.text)
                 printer.show(last)

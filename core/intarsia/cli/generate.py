@@ -11,8 +11,8 @@ import click
 from attrs import evolve
 
 from intarsia.cli.answers import Figures, Printer, as_json
-from intarsia.cli.loading import opened
-from intarsia.cli.options import TokenIds, config_options, sampling_options
+from intarsia.cli.loading import check_model, opened
+from intarsia.cli.options import config_options, read_token_ids, sampling_options
 from intarsia.cli.signals import Signals
 from intarsia.cli.terminal import is_terminal, note, write
 from intarsia.errors import ExecutionError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.argument("prompt", required=False)
 @config_options
 @click.option("--chat", is_flag=True, help="The prompt is a user's message, and the answer the assistant's.")
-@click.option("--token-ids", type=TokenIds(), metavar="IDS", help="A prompt of token ids, such as 1,2,3.")
+@click.option("--token-ids", callback=read_token_ids, metavar="IDS", help="A prompt of token ids, such as 1,2,3.")
 @sampling_options
 @click.option("-n", type=int, default=1, metavar="N", help="Independent answers. [default: 1]")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end of sequence.")
@@ -57,10 +57,10 @@ def generate(
     params = evolve(params, n=n, ignore_eos=ignore_eos, logprobs=logprobs)
     if logprobs is not None and not wants_json:
         raise click.UsageError("--logprobs is shown with --json")
+    check_model(config)
     asked = _read_prompt(prompt, token_ids, chat=chat)
     with opened(config, signals) as engine:
-        answer = _print_json if wants_json else _print_text
-        figures, errors = answer(engine, asked, params)
+        figures, errors = _answer(engine, asked, params, wants_json=wants_json)
         parts = " ".join(f"{s.slot}={s.provider.key}" for s in engine.parts.selections)
         where = f"{engine.parts.engine.device} {engine.parts.engine.dtype}"
     if errors:
@@ -81,7 +81,7 @@ def _read_prompt(text: str | None, token_ids: tuple[int, ...] | None, *, chat: b
         if sys.stdin is None or is_terminal(sys.stdin):
             raise click.UsageError("no prompt is given: name PROMPT or --token-ids, or write it to stdin")
         try:
-            text = click.get_binary_stream("stdin").read().decode()
+            text = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError as error:
             raise click.UsageError(f"the prompt on stdin is not UTF-8 text: {error}") from None
         # The line's end is the shell's, not the prompt's.
@@ -89,9 +89,14 @@ def _read_prompt(text: str | None, token_ids: tuple[int, ...] | None, *, chat: b
     return [{"role": "user", "content": text}] if chat else text
 
 
+def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, *, wants_json: bool) -> tuple[Figures, list[str]]:
+    """Print the answer; return its figures, and what went wrong with its choices."""
+    return _print_json(engine, prompt, params) if wants_json else _print_text(engine, prompt, params)
+
+
 def _print_text(engine: Engine, prompt: Prompt, params: SamplingParams) -> tuple[Figures, list[str]]:
     printer = Printer(params.n, has_text=engine.parts.tokenizer is not None)
-    with contextlib.closing(engine.stream(prompt, params)) as outputs:  # type: ignore[type-var]
+    with contextlib.closing(engine.stream(prompt, params)) as outputs:
         for output in outputs:
             printer.show(output)
     return Figures.of_outputs(printer.last), [output.error for output in printer.last if output.error]

@@ -89,20 +89,15 @@ def sampling_options(command: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-class TokenIds(click.ParamType):  # type: ignore[type-arg,unused-ignore] - generic from click 8.4 on
-    """`1,2,3`: a prompt of token ids."""
-
-    name = "ids"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Read the ids; whether the vocabulary has them is for the engine to say."""
-        if isinstance(value, tuple):
-            return value
-        ids = [item.strip() for item in str(value).split(",")]
-        for item in ids:
-            if not re.fullmatch(rf"-?[0-9]{{1,{_MAX_DIGITS}}}", item):
-                shown = repr(item if len(item) <= _MAX_SHOWN else f"{item[:_MAX_SHOWN]}...")
-                self.fail(
-                    f"{shown} is not a token id; give whole numbers with commas between, such as 1,2,3", param, ctx
-                )
-        return tuple(int(item) for item in ids)
+def read_token_ids(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """Read `1,2,3`; whether the vocabulary has these ids is for the engine to say."""
+    if text is None:
+        return None
+    ids = [item.strip() for item in text.split(",")]
+    for item in ids:
+        if not re.fullmatch(rf"-?[0-9]{{1,{_MAX_DIGITS}}}", item):
+            shown = repr(item if len(item) <= _MAX_SHOWN else f"{item[:_MAX_SHOWN]}...")
+            raise click.BadParameter(
+                f"{shown} is not a token id; give whole numbers with commas between, such as 1,2,3"
+            )
+    return tuple(int(item) for item in ids)

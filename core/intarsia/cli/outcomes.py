@@ -60,11 +60,15 @@ def _failure(error: BaseException) -> int:
 
 
 def _usage(error: click.ClickException) -> str:
-    """Return click's message in our form: small first letter, and where to read more."""
+    """Return click's message in our form: a small first letter, and where to read more."""
     message = error.format_message().rstrip(".")
-    message = message[:1].lower() + message[1:]
+    if not message[:2].isupper():  # PROMPT is a name
+        message = message[:1].lower() + message[1:]
     context = getattr(error, "ctx", None)
-    return message if context is None else f"{message}; see '{context.command_path} --help'"
+    if context is None:
+        return message
+    help_command = f"'{context.command_path} --help'"
+    return f"{message} See {help_command}." if message.endswith("?") else f"{message}; see {help_command}"
 
 
 def _system_exit(error: SystemExit) -> int:
