@@ -1,6 +1,7 @@
 """Every op against numpy in float64, what a row's bits depend on, and how kernels are chosen.
 
-Shape legend: T tokens, C in features, N out features, E embed, F ffn, H heads, K kv heads, D head dim, P pages, S slots.
+Shape legend: T tokens, C in features, N out features, E embed, F ffn, H heads, K kv heads,
+D head dim, P pages, S slots a page.
 """
 
 import numpy as np
