@@ -13,8 +13,9 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,7 +51,7 @@ _SEED_BITS = 53
 _STALLED = 100
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Engine:
     """Generates. Single-threaded: one thread calls it.
 
@@ -137,28 +138,22 @@ class Engine:
         finally:
             self._abandon(requests)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
-        """Answer one prompt as it comes. Leaving the loop early cancels the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Answer one prompt as it comes. Leaving the loop, or closing the stream, cancels the request.
 
         Raises:
             InvalidRequestError: the prompt or its parameters cannot be run; raised here, before the first output.
         """
         request = self._named(prompt, params or SamplingParams())
         sequences = self._enter(request, claimed=True)
-        return self._follow(request, len(sequences))
+        return Stream(partial(self._next_output, request.request_id), partial(self._abandon, [request]), len(sequences))
 
-    def _follow(self, request: Request, num_open: int) -> Iterator[Output]:
-        try:
-            while num_open:
-                inbox = self._inboxes[request.request_id]
-                if not inbox:
-                    self._step()
-                while inbox:
-                    output = inbox.pop(0)
-                    num_open -= output.finish_reason is not None
-                    yield output
-        finally:
-            self._abandon([request])
+    def _next_output(self, request_id: str) -> Output:
+        """Return the next output of a claimed request that is not finished."""
+        inbox = self._inboxes[request_id]
+        while not inbox:
+            self._step()
+        return inbox.pop(0)
 
     def _named(self, prompt: Prompt, params: SamplingParams) -> Request:
         return Request(request_id=f"local-{next(self._names)}", prompt=prompt, params=params)
@@ -348,6 +343,42 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+
+@define(eq=False)
+class Stream:
+    """The outputs of one request, as they come: an iterator, to be closed or used as a context manager."""
+
+    _next: Callable[[], Output]
+    _cancel: Callable[[], None]
+    _num_open: int
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Output:
+        if not self._num_open:
+            self.close()
+            raise StopIteration
+        output = self._next()
+        self._num_open -= output.finish_reason is not None
+        return output
+
+    def close(self) -> None:
+        """Cancel what is not finished. Safe to call twice."""
+        self._num_open = 0
+        self._cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
 
