@@ -77,6 +77,7 @@ class ContiguousAllocator:
 
     def fork(self, parent: SequenceId, child: SequenceId) -> None:
         """Copy the pages that hold tokens to a region of the child's own; AssertionError where none is free."""
+        assert child not in self._regions, "the child holds a region of its own"
         assert self.reserve(child, (), 0) is not None, "no region is free"
         used = -(-self._computed[parent] // self.page_size)
         for group, (sources, targets) in enumerate(zip(self.pages(parent), self.pages(child), strict=True)):

@@ -85,14 +85,15 @@ class StaticScheduler:
 
     def _row(self, sequence: SequenceView) -> Row:
         start = sequence.num_computed
-        drafts = self._drafts.pop(sequence.sequence_id, ())
+        # The last token that a sequence can hold needs no slot, and each step adds one besides its drafts.
+        room = max(0, sequence.max_total - len(sequence.token_ids) - 1)
+        drafts = self._drafts.pop(sequence.sequence_id, ())[:room]
         return Row(
             sequence_id=sequence.sequence_id,
             token_ids=(*sequence.token_ids[start:], *drafts),
             start=start,
             num_drafts=len(drafts),
-            # The last token needs no slot, and a step adds one token besides its drafts.
-            drafts_wanted=max(0, sequence.max_total - len(sequence.token_ids) - 2 - len(drafts)),
+            drafts_wanted=max(0, room - len(drafts) - 1),
             want=Want.LAST,
             pages=self.allocator.pages(sequence.sequence_id),
         )
