@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from intarsia.config import as_dict, fingerprint
+from intarsia.invariance import promises
 from intarsia.machine import free_memory
 from intarsia.models.weights import num_parameters
 from intarsia.protocols import Parts, Selection
@@ -14,7 +17,7 @@ from intarsia.types import EngineConfig
 
 
 def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
-    """Return what a composition is made of, as plain data.
+    """Return what a composition is made of, as plain data that JSON can say.
 
     Keys:
         model: what runs.
@@ -23,38 +26,55 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         ops: op -> the key of who implements it.
         memory: bytes, see `memory_plan`.
         invariance: the level of the whole, and each part's.
-        hash: names this composition: equal parts, versions, options and config have equal hashes.
+        hash: names this composition: equal parts, versions, options and config have equal hashes, on any day and in any
+            process.
     """
-    promises = parts.ops.invariance(parts.engine.dtype) | {"attention": parts.attention.invariance(parts.engine.dtype)}
+    by_part = promises(parts.ops, parts.attention, parts.selection("runner").provider, parts.engine.dtype)
     report: dict[str, Any] = {
         "model": _model(config, parts),
-        "engine": attrs.asdict(parts.engine),
+        "engine": _plain(attrs.asdict(parts.engine)),
         "parts": _parts(parts),
         "ops": {name: choice.source for name, choice in parts.ops.choices.items()},
         "memory": memory_plan(parts),
-        "invariance": {"level": parts.invariance, "by_part": promises},
+        "invariance": {"level": parts.invariance, "by_part": by_part},
     }
-    # Free memory differs from moment to moment; it is no part of what the engine is.
-    report["hash"] = fingerprint({"config": as_dict(config), **{k: v for k, v in report.items() if k != "memory"}})
+    report["hash"] = fingerprint({"config": as_dict(config), **_identity(report)})
     return report
+
+
+def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what is no part of what the engine is: free memory, and why one part was preferred to others."""
+    kept = {key: value for key, value in report.items() if key not in ("memory", "parts")}
+    parts = {slot: part.get("all", [part]) for slot, part in report["parts"].items()}
+    chosen = {slot: [{k: v for k, v in one.items() if k != "reason"} for one in each] for slot, each in parts.items()}
+    return kept | {"parts": chosen}
 
 
 def memory_plan(parts: Parts) -> dict[str, Any]:
     """Return where memory goes, in bytes, on the device.
 
     Keys:
-        weights; cache and its pages, page_size and layout; token: 2 x layers x kv heads x head dim x bytes a number;
+        weights: all of them, as loaded.
+        token: 2 x layers x kv heads x head dim x bytes a number; page: page_size of them.
+        pages, cache: those that sequences can use, and their bytes.
+        spare: one page more, which holds no sequence: padded tokens write there.
+        total: weights, cache and spare.
+        layout: order of the axes, entry format, number of groups.
         max_batch: how many sequences of max_model_len fit at once.
+        free: what is free now.
     """
     layout, max_len = parts.layout, parts.engine.max_model_len
     assert max_len is not None
+    cache = parts.num_pages * layout.page_bytes
     return {
         "weights": parts.weight_bytes,
         "token": layout.token_bytes,
         "page_size": layout.page_size,
         "page": layout.page_bytes,
-        "pages": parts.cache.num_pages,
-        "cache": parts.cache.num_pages * layout.page_bytes,
+        "pages": parts.num_pages,
+        "cache": cache,
+        "spare": layout.page_bytes,
+        "total": parts.weight_bytes + cache + layout.page_bytes,
         "layout": {"order": layout.order, "format": layout.format, "groups": len(layout.groups)},
         "max_batch": parts.cache.capacity(max_len),
         "free": free_memory(parts.engine.device),
@@ -95,5 +115,22 @@ def _selection(selection: Selection) -> dict[str, Any]:
         "provider": f"{selection.plugin} ({selection.distribution} {selection.version})",
         "asked_by": selection.asked_by,
         "reason": selection.reason,
-        "options": attrs.asdict(selection.options),
+        "options": _plain(attrs.asdict(selection.options, filter=lambda attribute, _: attribute.init)),
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can say of an option: a plugin's converters can make anything of it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(item) for item in value), key=repr)
+    if value is None or isinstance(value, bool | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else str(value)
+    # Where a class says nothing of its own, its objects show their address, which changes from run to run.
+    cls: Any = type(value)
+    return str(value) if (cls.__repr__, cls.__str__) != (object.__repr__, object.__str__) else cls.__qualname__

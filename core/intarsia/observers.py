@@ -30,6 +30,8 @@ class Observers:
             if key in self._failed:
                 continue
             try:
+                if implementation.wrapper or implementation.hookwrapper:
+                    raise TypeError("an observer has nothing to wrap")
                 implementation.function(**{name: facts[name] for name in implementation.argnames})
             except Exception:
                 self._failed.add(key)

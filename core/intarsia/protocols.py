@@ -247,7 +247,8 @@ class Kernel:
     Attributes:
         op: its name in `intarsia.ops.OPS`.
         call: has the signature of the op's reference, and equals it up to rounding.
-        formats: weight formats it reads, for ops on weights; empty elsewhere.
+        formats: weight formats it reads, for ops on weights; for `cache_write` the entry formats that it converts to,
+            besides the dtype of what it is given; empty elsewhere.
         orders: cache axis orders it reads, for ops on the cache; empty elsewhere.
         dtypes: activation dtypes, by name; empty is all.
         invariance: what it promises of a row's result when the batch around the row changes, by dtype name.

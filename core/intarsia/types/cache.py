@@ -5,27 +5,34 @@ Shape legend: P pages, S slots a page, K kv heads, D head dim.
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
 from typing import Literal
 
 from attrs import Attribute, field, frozen
 
 from intarsia.errors import ConfigError
 
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for kind, base in (("B", 1000), ("IB", 1024))
+}
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([KMGTIB]*)")
+
 
 def parse_bytes(text: str) -> int:
-    """Read `2GiB`, `512 MiB`, `1.5GB` or a plain number of bytes.
+    """Read `2GiB`, `512 MiB`, `1.5GB` or a plain number of bytes, as exactly as it is written.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or of 2**63 bytes or more.
     """
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-    number = text.strip().upper().rstrip("BIKMGT").strip()
-    unit = text.strip().upper().removeprefix(number).strip()
-    if unit not in units or not number or float(number) < 0:
-        raise ValueError(f"{text!r} is not a size such as 2GiB or 512MiB")
-    return int(float(number) * units[unit])
+    match = _SIZE.fullmatch(text.strip().upper())
+    if match is not None and match[2] in _UNITS:
+        size = int(Fraction(match[1]) * _UNITS[match[2]])
+        if size < 1 << 63:
+            return size
+    raise ValueError(f"{text!r:.80} is not a size such as 2GiB or 512MiB")
 
 
 def _size(_: object, attribute: Attribute[str], value: str) -> None:
@@ -35,7 +42,8 @@ def _size(_: object, attribute: Attribute[str], value: str) -> None:
         parse_bytes(value)
     except ValueError:
         raise ConfigError(
-            f"cache.{attribute.name}: {value!r} is not 'auto' or a size such as '2GiB'", field=f"cache.{attribute.name}"
+            f"cache.{attribute.name}: {value!r:.80} is not 'auto' or a size such as '2GiB'",
+            field=f"cache.{attribute.name}",
         ) from None
 
 
