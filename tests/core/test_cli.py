@@ -447,7 +447,7 @@ def test_explain_shows_each_part_and_the_memory_in_words(cli, model):
     args = ["-m", model, "-o", "scheduler=static", "-o", "cache.memory=8MiB", "-o", "engine.dtype=float32"]
     code, out, err = cli("explain", *args)
     assert (code, err) == (0, "")
-    (scheduler,) = [line for line in out.splitlines() if line.startswith(" scheduler")]
+    (scheduler,) = [line for line in out.splitlines() if line.startswith("scheduler")]
     assert "static" in scheduler
     assert "config" in scheduler
     # 4 heads over 2 of 32 / 4 = 8 numbers, in 2 layers, of 4 bytes: 256 bytes a token, so 8 MiB hold 32768 of them.

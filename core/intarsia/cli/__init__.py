@@ -29,6 +29,9 @@ def main() -> NoReturn:
 
 def run(args: Sequence[str]) -> int:
     """Run one command and return its exit code. What goes wrong is told on stderr, never raised."""
+    # Threads that wait for each other give up their core instead of spinning: where others want the cores too, torch's
+    # own default makes a token take many times as long. OpenMP reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with Signals.installed() as signals:
         try:
             with signals.held():

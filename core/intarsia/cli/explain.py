@@ -12,10 +12,13 @@ import click
 from intarsia.cli.loading import check_model, loading
 from intarsia.cli.options import config_options
 from intarsia.cli.signals import Signals
-from intarsia.cli.terminal import show, write
+from intarsia.cli.terminal import show, table, write
 from intarsia.types import CacheLayout, EngineConfig
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
     from intarsia.protocols import Parts
 
 #: The provider of the ops' references.
@@ -37,6 +40,7 @@ def explain(signals: Signals, *, config: EngineConfig, wants_json: bool) -> None
         write(json.dumps(report, indent=2) + "\n")
         return
     show(_parts(report["parts"]))
+    write("\n")
     show(_facts(report, parts.layout))
 
 
@@ -50,7 +54,7 @@ def _compose(config: EngineConfig, signals: Signals) -> tuple[dict[str, Any], Pa
         return explained(config, parts), parts
 
 
-def _facts(report: dict[str, Any], layout: CacheLayout) -> Any:
+def _facts(report: dict[str, Any], layout: CacheLayout) -> Table:
     from rich.table import Table
 
     facts = Table.grid(padding=(0, 2))
@@ -68,26 +72,21 @@ def _facts(report: dict[str, Any], layout: CacheLayout) -> Any:
     return facts
 
 
-def _text(value: object) -> Any:
+def _text(value: object) -> Text:
     """What parts say can hold square brackets: no markup."""
     from rich.text import Text
 
     return Text(str(value))
 
 
-def _parts(parts: dict[str, Any]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("slot", "part", "provider", "by", "why"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("slot", "by"))
+def _parts(parts: dict[str, Any]) -> Table:
+    listed = table("slot", "part", "provider", "by", "why", whole=("slot", "by"))
     for slot, chosen in parts.items():
         for part in chosen.get("all", [chosen]):
             options = "".join(f"\n{name} = {value}" for name, value in part["options"].items())
             cells = (slot, part["key"] + options, part["provider"], part["asked_by"], part["reason"])
-            table.add_row(*map(_text, cells))
-    return table
+            listed.add_row(*map(_text, cells))
+    return listed
 
 
 def _model(model: dict[str, Any]) -> str:

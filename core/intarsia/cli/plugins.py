@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from intarsia.cli.options import plugin_options
-from intarsia.cli.terminal import note, show, write
+from intarsia.cli.terminal import note, show, table, write
 from intarsia.hookspecs import KINDS, hook_docs
 from intarsia.plugins import Registry
 from intarsia.types import EngineConfig
@@ -67,19 +67,15 @@ def _rows(registry: Registry) -> list[dict[str, Any]]:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("hook", "key", "plugin", "of", "summary"):
-        table.add_column(title, overflow="fold", no_wrap=title == "key")
+    listed = table("hook", "key", "plugin", "of", "summary", whole=("key",))
     hook = ""
     for row in rows:
         owner = f"{row['distribution']} {row['version']}"
         # A summary can hold square brackets: no markup.
         cells = [Text(str(cell)) for cell in (row["key"] or "", row["plugin"], owner, row["summary"])]
         cells[0].stylize("bold")
-        table.add_row("" if row["hook"] == hook else row["hook"], *cells)
+        listed.add_row("" if row["hook"] == hook else row["hook"], *cells)
         hook = row["hook"]
-    show(table)
+    show(listed)

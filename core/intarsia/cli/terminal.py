@@ -15,6 +15,7 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 #: Characters that move a terminal's cursor or change its state; line breaks and tabs are text.
 _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -68,6 +69,16 @@ def silence_stdout() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def table(*titles: str, whole: tuple[str, ...] = ()) -> Table:
+    """Return an empty table of rich's with these columns; those in `whole` are never broken over lines."""
+    from rich.table import Table
+
+    empty = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
+    for title in titles:
+        empty.add_column(title, overflow="fold", no_wrap=title in whole)
+    return empty
 
 
 def show(renderable: RenderableType) -> None:
