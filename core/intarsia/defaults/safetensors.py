@@ -158,13 +158,14 @@ class _Tensor:
         target = out.view(-1) if out.is_contiguous() else out
         row_bytes = self.num_bytes // target.shape[0]
         rows = max(1, _CHUNK // row_bytes)
-        scratch = torch.empty(min(rows, target.shape[0]) * row_bytes, dtype=torch.uint8)
+        # Not torch.empty: its aligned blocks leave holes on glibc's heap that the next of the same size does not fit.
+        scratch = np.empty(min(rows, target.shape[0]) * row_bytes, np.uint8)
         for start in range(0, target.shape[0], rows):
             part = target[start : start + rows]
             size = part.shape[0] * row_bytes
             source = np.frombuffer(self.shard.map, np.uint8, size, self.offset + start * row_bytes)
-            scratch.numpy()[:size] = source
-            part.copy_(scratch[:size].view(getattr(torch, _FLOATS[self.format])).view(part.shape))
+            scratch[:size] = source
+            part.copy_(torch.from_numpy(scratch[:size]).view(getattr(torch, _FLOATS[self.format])).view(part.shape))
 
 
 def _tensors(folder: ModelFolder) -> dict[str, StoredTensor]:
