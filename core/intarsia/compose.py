@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from attrs import define, evolve, frozen
 
 from intarsia.errors import CheckpointError, CompositionError, ConfigError, IntarsiaError, PluginError, did_you_mean
 from intarsia.invariance import kept_invariance
-from intarsia.layout import check_room, lay_out, num_pages, weight_bytes
+from intarsia.layout import check_capacity, check_memory, lay_out, num_pages, weight_bytes
 from intarsia.machine import free_memory, resolve_device, resolve_dtype, resolve_threads
 from intarsia.models.weights import Weights, check_tensors
 from intarsia.ops import BY_FORMAT, OPS, Ops, resolve
@@ -46,6 +46,7 @@ from intarsia.types import (
     Checkpoint,
     Choice,
     DecoderSpec,
+    Dtype,
     EngineConfig,
     EngineOptions,
     WeightMap,
@@ -270,13 +271,18 @@ class _Composer:
         with blamed("formats", chosen.offer):
             read = list(attention.formats)
         if entry not in read:
+            field = "cache.format" if options.format != AUTO else "engine.dtype"
             others = self.select.alternatives("attention", context, lambda other: entry in other.formats)
+            ways = [f"attention = {key!r}" for key in others]
+            if dtype in read:
+                ways.append("cache.format = 'auto'")
+            elif field == "engine.dtype":
+                ways += [f"engine.dtype = {name!r}" for name in read if name in get_args(Dtype)]
             known = others or isinstance(getattr(torch, entry, None), torch.dtype)
-            ways = [*(f"attention = {key!r}" for key in others), *(["cache.format = 'auto'"] if dtype in read else [])]
             raise (CompositionError if known else ConfigError)(
-                f"cache.format: {entry!r} is not among what attention {chosen.key!r} reads: {', '.join(read)}; "
-                f"what would do: {' or '.join(ways) or 'another engine.dtype'}",
-                field="cache.format",
+                f"{field}: {entry!r} is not among the cache formats that attention {chosen.key!r} reads: "
+                f"{', '.join(read)}; what would do: {' or '.join(ways) or 'another engine.dtype'}",
+                field=field,
             )
         # A kernel writes what it is given, in the engine's dtype, unless it says that it converts.
         if entry != dtype and entry not in writer.kernel.formats:
@@ -303,11 +309,13 @@ class _Composer:
             pages = num_pages(options, layout, free - weights)
             return CacheContext(options=options, engine=base.engine, spec=base.spec, layout=layout, num_pages=pages)
 
-        cache: CacheAllocator = self.select.one("cache", self.config.cache, cache_context)
-        chosen = self.select.of("cache")[0]
+        chosen = self.select.choose("cache", self.config.cache, cache_context)
         placed = cache_context(chosen.options)
+        # Before it is built: the books of a cache that is far too large are too large themselves.
+        check_memory(placed, weights, free)
+        cache: CacheAllocator = self.select.build(chosen, cache_context)
         with blamed("capacity or num_pages", chosen.offer):
-            check_room(cache, placed, weights, free)
+            check_capacity(cache, placed, room=free - weights)
             if cache.num_pages > placed.num_pages:
                 raise PluginError(
                     f"{titled(chosen.offer)} says that it has {cache.num_pages} pages; it was given {placed.num_pages}"

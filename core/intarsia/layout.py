@@ -79,60 +79,63 @@ def num_pages(options: CacheOptions, layout: CacheLayout, room: int) -> int:
     return memory // layout.page_bytes
 
 
-def check_room(cache: CacheAllocator, context: CacheContext, weights: int, free: int) -> None:
-    """Check that weights and cache fit, and that the cache can hold one sequence of max_model_len.
+def check_memory(context: CacheContext, weights: int, free: int) -> None:
+    """Check that weights and cache fit together.
 
     Args:
-        cache: the books.
-        context: what they were built from.
+        context: of the cache.
         weights: bytes of all weights.
         free: bytes that are free on the device.
 
     Raises:
-        CompositionError: they do not; says which sizes would.
+        CompositionError: they do not; says what would.
     """
-    options, layout, device = context.options, context.layout, context.engine.device
-    max_len = context.engine.max_model_len
-    assert max_len is not None
-    room = free - weights
+    device, room = context.engine.device, free - weights
     if room <= 0:
         raise CompositionError(
             f"the weights take {weights} bytes in {context.engine.dtype}, and {free} are free on {device}; a smaller "
             "model, a dtype of fewer bytes or a quantizer takes less",
             field="model",
         )
-    taken = context.num_pages * layout.page_bytes
-    if taken > room:
+    if context.num_pages * context.layout.page_bytes > room:
         raise CompositionError(
-            f"cache.memory: {options.memory!r} is asked for, and {room} bytes are free on {device} beside the weights; "
-            f"'{_down(room)}' fits",
+            f"cache.memory: {context.options.memory!r} is asked for, and {room} bytes are free on {device} beside the "
+            f"weights; '{_sized(room)}' fits",
             field="cache.memory",
         )
+
+
+def check_capacity(cache: CacheAllocator, context: CacheContext, room: int) -> None:
+    """Check that the cache can hold one sequence of max_model_len.
+
+    Args:
+        cache: its books.
+        context: what they were built from.
+        room: bytes that are free beside the weights.
+
+    Raises:
+        CompositionError: it cannot; says which sizes would do.
+    """
+    options, layout, max_len = context.options, context.layout, context.engine.max_model_len
+    assert max_len is not None
     if cache.capacity(max_len):
         return
     tokens = context.num_pages * layout.page_size
     needed = -(-max_len // layout.page_size) * layout.page_bytes
-    ways = [f"cache.memory = '{_up(needed)}'"] if needed <= room else []
+    ways = [f"cache.memory = '{_sized(needed, up=True)}'"] if needed <= room else []
     ways += [f"engine.max_model_len = {tokens}"] if 0 < tokens < max_len else []
     ways += ["a smaller cache.page_size"] if layout.page_size > max_len else []
     raise CompositionError(
-        f"cache.memory: {options.memory!r} has room for {tokens} tokens ({taken} bytes), and one sequence of "
-        f"engine.max_model_len = {max_len} takes {needed} bytes; what would do: "
+        f"cache.memory: {options.memory!r} has room for {tokens} tokens ({tokens * layout.token_bytes} bytes), and one "
+        f"sequence of engine.max_model_len = {max_len} takes {needed} bytes; what would do: "
         f"{' or '.join(ways) or 'a smaller model, or a machine with more memory'}",
         field="cache.memory",
     )
 
 
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-
-
-def _up(size: int) -> str:
-    """Return a size as a config says it, rounded up by less than a tenth."""
-    unit, factor = next(((u, f) for u, f in _UNITS if size >= 10 * f), ("", 1))
-    return f"{-(-size // factor)}{unit}"
-
-
-def _down(size: int) -> str:
-    """Return a size as a config says it, rounded down by less than a tenth."""
-    unit, factor = next(((u, f) for u, f in _UNITS if size >= 10 * f), ("", 1))
-    return f"{size // factor}{unit}"
+def _sized(size: int, *, up: bool = False) -> str:
+    """Return a size as a config says it, rounded down, or up, by less than a tenth."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1)):
+        if size >= 10 * factor or not unit:
+            break
+    return f"{-(-size // factor) if up else size // factor}{unit}"

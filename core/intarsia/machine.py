@@ -74,7 +74,7 @@ def free_memory(device: str) -> int:
     if device != "cpu":
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     limits = [left for group in _groups("memory") if (left := _memory_left(group)) is not None]
-    return min(int(psutil.virtual_memory().available), *limits)
+    return min([int(psutil.virtual_memory().available), *limits])
 
 
 # --- containers -------------------------------------------------------------------------------------------------------

@@ -177,9 +177,7 @@ class Selector:
         """
         if kind_of(slot).optional and choice.use in (AUTO, NONE):
             return None
-        part = self.choose(slot, choice, context_of, path, because).build(context_of)
-        self._built[slot] = part
-        return part
+        return self.build(self.choose(slot, choice, context_of, path, because), context_of)
 
     def many(self, slot: str, choices: Sequence[Choice], context_of: ContextOf) -> tuple[Any, ...]:
         """Choose, record and build the parts of a slot that holds an ordered list."""
@@ -214,6 +212,11 @@ class Selector:
         self.chosen.append(chosen)
         return chosen
 
+    def build(self, chosen: Chosen, context_of: ContextOf) -> Any:
+        """Build what was chosen, for parts after it to require; raises as `Chosen.build` does."""
+        part = self._built[chosen.slot] = chosen.build(context_of)
+        return part
+
     def of(self, slot: str) -> list[Chosen]:
         """Return what was chosen for a slot, in order."""
         return [chosen for chosen in self.chosen if chosen.slot == slot]
@@ -221,7 +224,7 @@ class Selector:
     def note(self, chosen: Chosen, remark: str) -> None:
         """Add to the recorded reason of a choice."""
         reason = f"{chosen.reason}; {remark}" if chosen.reason else remark
-        self.chosen[self.chosen.index(chosen)] = evolve(chosen, reason=reason)
+        self.chosen = [evolve(each, reason=reason) if each is chosen else each for each in self.chosen]
 
     def alternatives(self, slot: str, context_of: ContextOf, accept: Callable[[Any], bool]) -> list[str]:
         """Return keys of other parts that would do, for the message of a composition that fails.
@@ -255,7 +258,7 @@ class Selector:
         required = self._required(offer)
         try:
             with blamed("its options", offer):
-                options: Any = structure(provider.options, choice.options, path, owner=repr(provider.key))
+                options: Any = structure(provider.options, choice.options, path, owner=provider.key)
         except ConfigError as error:
             return _Candidate(offer, error)
         if isinstance(required, Unfit):
@@ -287,7 +290,7 @@ class Selector:
                     f"it can require: {', '.join(before) or 'nothing'}"
                 )
             part = self._built.get(wanted)
-            if part is None or part == ():
+            if part is None or (isinstance(part, tuple) and not part):
                 known = ", ".join(self.registry.offers(wanted)) or "none"
                 return Unfit(f"it requires a part for {wanted!r}, which is left empty (installed: {known})")
             parts[wanted] = part

@@ -1,0 +1,221 @@
+"""The report: plain data, a hash that names the composition, and a memory plan that the real tensors keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import Converter, Factory, evolve, field, frozen
+
+from engines import CACHE, engine_of
+from intarsia.compose import compose
+from intarsia.config import load_config
+from intarsia.explain import explain
+from intarsia.hookspecs import hookimpl
+from intarsia.models.eager import EagerRunner
+from intarsia.plugins import Registry
+from intarsia.types import Fit, PluginsOptions, Provider, Unfit, Weight
+from models import tiny_llama
+
+SECTIONS = {"engine": {"dtype": "float32", "threads": 1}, "cache": CACHE}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("model"), layers=3, heads=8, kv_heads=2, head_dim=24)[0]
+
+
+def report_of(model, plugins=(), **sections):
+    config = load_config({"model": str(model), **SECTIONS, **sections})
+    return explain(config, compose(config, Registry.discover(PluginsOptions(allow=()), plugins)))
+
+
+def drafters(*providers: Provider) -> object:
+    return types.SimpleNamespace(provide_drafters=hookimpl(lambda: list(providers)))
+
+
+def drafter(key="guess", **fields) -> Provider:
+    part = types.SimpleNamespace(propose=lambda _: [], forget=lambda _: None)
+    return Provider(**{"key": key, "summary": "guesses", "build": lambda _: part} | fields)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_strict_json_and_says_who_is_there_and_why(model):
+    report = report_of(model, scheduler={"use": "static", "max_batch": 3})
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert set(report) == {"model", "engine", "parts", "ops", "memory", "invariance", "hash"}
+    assert all({"key", "provider", "asked_by", "reason", "options"} <= set(part) for part in report["parts"].values())
+    scheduler = report["parts"]["scheduler"]
+    assert (scheduler["key"], scheduler["asked_by"]) == ("static", "config")
+    assert scheduler["options"] == {"max_batch": 3, "max_waiting": 4096}
+    attention = report["parts"]["attention"]
+    assert (attention["key"], attention["asked_by"]) == ("sdpa", "auto")
+    assert attention["provider"].startswith("defaults (intarsia ") and "eager" in attention["reason"]
+    assert report["engine"]["device"] == "cpu" and report["engine"]["max_model_len"] == 512
+    model_facts = {"layers": 3, "heads": 8, "kv_heads": 2, "head_dim": 24, "vocab_size": 257, "family": "llama"}
+    assert model_facts.items() <= report["model"].items()
+    assert set(report["ops"].values()) == {"torch"}
+    assert report["invariance"]["level"] == "neighbours"
+    assert report["invariance"]["by_part"]["attention"] == "neighbours"
+    assert report["invariance"]["by_part"]["linear[dense]"] == "bitwise"
+
+
+def test_a_slot_of_several_parts_lists_them_in_order(model):
+    part = types.SimpleNamespace(applies=lambda _: False, process=lambda *_: None)
+    offered = [Provider(key=key, summary="", build=lambda _: part) for key in ("one", "two")]
+    plugin = types.SimpleNamespace(provide_logits_processors=hookimpl(lambda: offered))
+    report = report_of(model, {"mine": plugin}, logits_processors=["two", "one"])
+    slot = report["parts"]["logits_processors"]
+    assert slot["key"] == "two+one" and [one["key"] for one in slot["all"]] == ["two", "one"]
+
+
+class Nameless:
+    """Shows its address."""
+
+    def __init__(self, _):
+        assert "0x" in str(self)
+
+
+@frozen(kw_only=True)
+class OddOptions:
+    """What TOML can say, and what converters can make of it."""
+
+    path: Path = Path("/a/b")
+    ratio: float = float("inf")
+    table: dict[str, float] = Factory(lambda: {"b": 1.0, "a": 2.0})
+    words: tuple[str, ...] = field(default=("b", "a"), converter=Converter(lambda words: frozenset(words)))
+    dtype: str = field(default="float32", converter=Converter(lambda name: getattr(torch, name)))
+    thing: str = field(default="", converter=Converter(Nameless))
+    big: int = 2**80
+    derived: object = field(init=False, default=None)
+
+
+def test_options_of_any_kind_are_told_as_plain_data_that_is_the_same_in_every_run(model):
+    report = report_of(model, {"mine": drafters(drafter(options=OddOptions))}, drafter="guess")
+    json.dumps(report, allow_nan=False)
+    assert report["parts"]["drafter"]["options"] == {
+        "path": "/a/b",
+        "ratio": "inf",
+        "table": {"b": 1.0, "a": 2.0},
+        "words": ["a", "b"],
+        "dtype": "torch.float32",
+        "thing": "Nameless",
+        "big": str(2**80),
+    }
+
+
+# --- the hash ---------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from intarsia.compose import compose
+from intarsia.config import load_config
+from intarsia.explain import explain
+from intarsia.plugins import Registry
+from intarsia.types import PluginsOptions
+
+config = load_config({"model": sys.argv[1], "engine": {"dtype": "float32", "threads": 1}, "cache": {"memory": "64MiB"}})
+print(explain(config, compose(config, Registry.discover(PluginsOptions(allow=()))))["hash"])
+"""
+
+
+def test_the_hash_is_the_same_in_every_process(model):
+    hashes = {report_of(model)["hash"]}
+    for seed in ("1", "2"):
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(model)],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        hashes.add(run.stdout.strip())
+    assert len(hashes) == 1
+    assert len(hashes.pop()) == 16
+
+
+def test_the_hash_does_not_depend_on_free_memory(model, monkeypatch):
+    hashes, pages = set(), set()
+    for size in (1 << 30, 3 << 30):
+        monkeypatch.setattr("intarsia.compose.free_memory", lambda _, size=size: size)
+        monkeypatch.setattr("intarsia.explain.free_memory", lambda _, size=size: size)
+        report = report_of(model, cache={})
+        assert report["memory"]["free"] == size
+        hashes.add(report["hash"])
+        pages.add(report["memory"]["pages"])
+    assert (len(hashes), len(pages)) == (1, 2)
+
+
+def test_the_hash_tells_compositions_apart_and_not_what_else_is_installed(model):
+    same = report_of(model)["hash"]
+    passed_over = drafters(drafter(fit=lambda _: Unfit("never")))
+    assert report_of(model, {"mine": passed_over})["hash"] == same
+    kernels = types.SimpleNamespace(
+        provide_kernels=hookimpl(
+            lambda: [Provider(key="x", summary="", build=lambda _: None, fit=lambda _: Unfit("no GPU"))]
+        )
+    )
+    report = report_of(model, {"mine": kernels})
+    assert "no GPU" in report["parts"]["kernels"]["reason"] and report["hash"] == same
+    others = [
+        report_of(model, attention="eager"),
+        report_of(model, scheduler={"max_batch": 9}),
+        report_of(model, engine={"dtype": "bfloat16", "threads": 1}),
+        report_of(model, cache={"memory": "32MiB"}),
+        report_of(model, {"mine": drafters(drafter())}, drafter="guess"),
+    ]
+    assert len({same, *(each["hash"] for each in others)}) == 6
+
+
+def test_the_hash_tells_versions_of_a_plugin_apart(model):
+    config = load_config({"model": str(model), **SECTIONS})
+    parts = compose(config, Registry.discover(PluginsOptions(allow=())))
+    newer = evolve(parts, selections=tuple(evolve(s, version="99") for s in parts.selections))
+    assert explain(config, parts)["hash"] == explain(config, parts)["hash"] != explain(config, newer)["hash"]
+
+
+# --- the memory plan --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_plan_is_what_the_tensors_take(tmp_path, dtype, tie):
+    layers, heads, kv_heads, head_dim = 3, 8, 2, 24
+    shape = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    path, reference = tiny_llama(tmp_path, **shape, tie=tie, attention_bias=True, mlp_bias=True)
+    weights: dict = {}
+
+    def build(context):
+        weights.update(context.weights)
+        return EagerRunner.build(context)
+
+    provider = Provider(key="catching", summary="", build=build, fit=lambda _: Fit(90))
+    plugin = types.SimpleNamespace(provide_runners=hookimpl(lambda: [provider]))
+    options = {"dtype": dtype, "max_model_len": 100, "plugins": {"allow": []}}
+    cache = {"page_size": 8, "memory": "1000000"}
+    with engine_of(path, engine=options, cache=cache, plugins=[plugin]) as engine:
+        plan = engine.explain()["memory"]
+        itemsize = 4 if dtype == "float32" else 2
+        tensors = [t for w in weights.values() for t in (w.tensors.values() if isinstance(w, Weight) else [w])]
+        assert plan["weights"] == sum(t.numel() * t.element_size() for t in tensors)
+        assert plan["weights"] == sum(p.numel() for p in reference.parameters()) * itemsize
+        assert plan["token"] == 2 * layers * kv_heads * head_dim * itemsize
+        assert (plan["page_size"], plan["page"]) == (8, 8 * plan["token"])
+        # Each sequence reserves 100 tokens: 13 pages of 8.
+        assert plan["max_batch"] == 1_000_000 // (13 * plan["page"]) > 0
+        assert plan["pages"] == 13 * plan["max_batch"] == engine.parts.cache.num_pages
+        assert plan["cache"] == plan["pages"] * plan["page"] <= 1_000_000
+        # What padded tokens write to comes on top.
+        assert engine.parts.executor._cache.num_bytes == plan["cache"] + plan["spare"]
+        assert plan["total"] == plan["weights"] + plan["cache"] + plan["spare"]
+        assert plan["layout"] == {"order": "PSKD", "format": dtype, "groups": 1}
+        assert plan["free"] > 0

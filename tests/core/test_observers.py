@@ -1,0 +1,189 @@
+"""Observers: asked in order, with what happened; one that fails is logged once and harms nothing."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+
+import pytest
+
+from engines import engine_of
+from intarsia import Request, SamplingParams
+from intarsia.errors import ConfigError
+from intarsia.hookspecs import OBSERVERS, hookimpl
+from intarsia.observers import Observers
+from intarsia.plugins import Registry
+from intarsia.testing import scripted
+from intarsia.types import Output, PluginsOptions, StepResult
+from models import tiny_llama
+
+IDS = [10, 11, 12, 13]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("model"), layers=1)[0]
+
+
+def started(model, **plugins):
+    runner = {"use": "scripted", "ids": IDS, "prompt_tokens": 2}
+    plugins["scripted"] = scripted
+    return engine_of(model, runner=runner, plugins=plugins, engine={"plugins": {"allow": []}})
+
+
+def recorder(record: list) -> types.SimpleNamespace:
+    """A plugin that notes every call of every observing hook, with all its arguments."""
+
+    @hookimpl
+    def engine_started(engine, parts):
+        record.append(("engine_started", {"engine": engine, "parts": parts}))
+
+    @hookimpl
+    def step_finished(result, outputs, seconds):
+        record.append(("step_finished", {"result": result, "outputs": outputs, "seconds": seconds}))
+
+    @hookimpl
+    def request_finished(output):
+        record.append(("request_finished", {"output": output}))
+
+    @hookimpl
+    def engine_stopping(engine):
+        record.append(("engine_stopping", {"engine": engine, "still": engine.parts.executor}))
+
+    return types.SimpleNamespace(
+        engine_started=engine_started,
+        step_finished=step_finished,
+        request_finished=request_finished,
+        engine_stopping=engine_stopping,
+    )
+
+
+def test_a_life_is_told_in_order_with_what_happened(model):
+    record: list = []
+    engine = started(model, watch=recorder(record))
+    assert [name for name, _ in record] == ["engine_started"]
+    assert record[0][1] == {"engine": engine, "parts": engine.parts}
+    engine.add(Request(request_id="a", prompt=[1, 2], params=SamplingParams(max_tokens=3, temperature=0)))
+    engine.add(Request(request_id="b", prompt=[1, 2], params=SamplingParams(max_tokens=2, temperature=0)))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    engine.close()
+    engine.close()
+    steps = ["step_finished", "step_finished", "request_finished", "step_finished", "request_finished"]
+    assert [name for name, _ in record] == ["engine_started", *steps, "engine_stopping"]
+
+    told = [facts for name, facts in record if name == "step_finished"]
+    assert all(isinstance(facts["result"], StepResult) and 0 < facts["seconds"] < 60 for facts in told)
+    assert [[row.token_ids for row in facts["result"].rows] for facts in told] == [
+        [(10,), (10,)],
+        [(11,), (11,)],
+        [(12,)],
+    ]
+    assert all(isinstance(facts["outputs"], tuple) for facts in told)
+    assert [output for facts in told for output in facts["outputs"]] == outputs
+    ends = [facts["output"] for name, facts in record if name == "request_finished"]
+    assert [(end.request_id, end.finish_reason) for end in ends] == [("b", "length"), ("a", "length")]
+    assert all(end.usage is not None and end.timings is not None for end in ends)
+
+
+def test_a_cancelled_request_and_each_choice_are_told(model):
+    record: list = []
+    with started(model, watch=recorder(record)) as engine:
+        engine.generate([[1, 2]], SamplingParams(max_tokens=1, n=3))
+        engine.add(Request(request_id="gone", prompt=[1, 2]))
+        engine.cancel("gone")
+        engine.step()
+    ends = [facts["output"] for name, facts in record if name == "request_finished"]
+    reasons = [(end.choice, end.finish_reason) for end in ends]
+    assert reasons == [(0, "length"), (1, "length"), (2, "length"), (0, "abort")]
+
+
+def test_an_engine_that_is_stopping_still_holds_its_executor(model):
+    running = []
+
+    @hookimpl
+    def engine_stopping(engine):
+        running.append(engine.generate([[1, 2]], SamplingParams(max_tokens=1, temperature=0))[0].token_ids)
+
+    started(model, watch=types.SimpleNamespace(engine_stopping=engine_stopping)).close()
+    assert running == [(10,)]
+
+
+def test_an_engine_that_never_started_is_not_told_of(model):
+    record: list = []
+    with pytest.raises(ConfigError):
+        engine_of(model, cache={"memory": "nan"}, plugins={"watch": recorder(record)})
+    assert record == []
+
+
+@pytest.mark.parametrize("hook", OBSERVERS)
+def test_one_that_fails_is_logged_once_never_asked_again_and_harms_nothing(model, hook, caplog):
+    calls = []
+
+    def fail(*facts):
+        calls.append(facts)
+        raise LookupError("my bug")
+
+    names = list(inspect.signature(getattr(recorder([]), hook)).parameters)
+    scope: dict = {"fail": fail}
+    exec(f"def observe({', '.join(names)}): fail({', '.join(names)})", scope)
+    record: list = []
+    plugins = {"bad": types.SimpleNamespace(**{hook: hookimpl(scope["observe"])}), "good": recorder(record)}
+    with caplog.at_level(logging.ERROR, "intarsia"), started(model, **plugins) as engine:
+        answers = [engine.generate([[1, 2]], SamplingParams(max_tokens=3, temperature=0))[0] for _ in range(2)]
+    assert [answer.token_ids for answer in answers] == [(10, 11, 12)] * 2
+    assert len(calls) == 1
+    (logged,) = caplog.records
+    assert "'bad'" in logged.getMessage() and hook in logged.getMessage() and logged.exc_info[0] is LookupError
+    counts = {name: sum(each == name for each, _ in record) for name in OBSERVERS}
+    assert counts == {"engine_started": 1, "step_finished": 6, "request_finished": 2, "engine_stopping": 1}
+
+
+def test_one_that_fails_in_one_hook_is_still_asked_in_the_others(model):
+    record: list = []
+    plugin = recorder(record)
+    plugin.step_finished = hookimpl(lambda result: 1 / 0)
+    with started(model, watch=plugin) as engine:
+        engine.generate([[1, 2]], SamplingParams(max_tokens=2))
+    assert [name for name, _ in record] == ["engine_started", "request_finished", "engine_stopping"]
+
+
+def observers(**plugins) -> Observers:
+    return Observers(Registry.discover(PluginsOptions(allow=()), plugins))
+
+
+def test_an_observer_is_handed_only_the_arguments_that_it_takes():
+    seen = []
+
+    @hookimpl
+    def step_finished(seconds):
+        seen.append(seconds)
+
+    told = observers(watch=types.SimpleNamespace(step_finished=step_finished))
+    told.tell("step_finished", result=StepResult(), outputs=(), seconds=1.5)
+    assert seen == [1.5]
+
+
+def test_a_wrapper_observes_nothing_and_that_is_logged(caplog):
+    @hookimpl(wrapper=True)
+    def request_finished(output):
+        return (yield)
+
+    told = observers(watch=types.SimpleNamespace(request_finished=request_finished))
+    for _ in range(2):
+        told.tell("request_finished", output=Output(request_id="a"))
+    assert len(caplog.records) == 1 and "'watch'" in caplog.records[0].getMessage()
+
+
+def test_nobody_watching_is_known_beforehand_and_the_engine_then_measures_and_tells_nothing(model, monkeypatch):
+    assert not any(observers().watches(hook) for hook in OBSERVERS)
+    watched = observers(watch=recorder([]))
+    assert all(watched.watches(hook) for hook in OBSERVERS)
+
+    told = []
+    monkeypatch.setattr(Observers, "tell", lambda self, hook, **facts: told.append(hook))
+    with started(model) as engine:
+        engine.generate([[1, 2]], SamplingParams(max_tokens=3))
+    assert "step_finished" not in told
