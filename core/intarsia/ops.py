@@ -106,10 +106,13 @@ def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x
 
 
+_FLOATS = frozenset({"float32", "float16", "bfloat16"})
+
+
 def _reference(op: str, call: Callable[..., Any], **facts: Any) -> Kernel:
     # A row of these comes from that row alone, by the same instructions in any batch (below 32768 features: a longer
     # row that is alone is summed by several threads).
-    alone: dict[str, Invariance] = dict.fromkeys(("float32", "float16", "bfloat16"), "bitwise")
+    alone: dict[str, Invariance] = dict.fromkeys(sorted(_FLOATS), "bitwise")
     return Kernel(op=op, call=call, **({"invariance": alone} | facts))
 
 
@@ -123,7 +126,7 @@ OPS: Mapping[str, Kernel] = {
         _reference("add_rms_norm", add_rms_norm),
         _reference("rope", rope),
         _reference("silu_mul", silu_mul),
-        _reference("cache_write", cache_write, orders=frozenset({"PSKD", "PKSD"})),
+        _reference("cache_write", cache_write, orders=frozenset({"PSKD", "PKSD"}), formats=_FLOATS),
         _reference("all_reduce", all_reduce),
         _reference("all_gather", all_gather),
     )
