@@ -207,6 +207,7 @@ class Engine:
             )
         params, tokenizer = request.params, self.parts.tokenizer
         token_ids, max_total, stop_ids = self._prompts.read(request)
+        self._check_fits(max_total)
         seed = params.seed if params.seed is not None else self._draw_seed()
         now = time.perf_counter()
         sequences = [
@@ -236,6 +237,16 @@ class Engine:
         self._counts["prompt_tokens"] += len(token_ids)
         return sequences
 
+    def _check_fits(self, max_total: int) -> None:
+        """Refuse at once what would wait for ever."""
+        cache, page_size = self.parts.cache, self.parts.layout.page_size
+        if not cache.capacity(max_total):
+            raise InvalidRequestError(
+                f"sampling.max_tokens: prompt and answer come to {max_total} tokens, and the cache of "
+                f"{cache.num_pages} pages of {page_size} holds {cache.num_pages * page_size}",
+                field="sampling.max_tokens",
+            )
+
     def _draw_seed(self) -> int:
         return self._seeds.getrandbits(_SEED_BITS) if self._seeds is not None else secrets.randbits(_SEED_BITS)
 
@@ -247,6 +258,8 @@ class Engine:
         begun = time.perf_counter()
         plan = self.parts.scheduler.plan()
         self._check_progress(plan)
+        for sequence_id in plan.preempted:
+            self._sequences[sequence_id].num_computed = 0
         if not plan.rows:
             return
         for row in plan.rows:

@@ -387,6 +387,11 @@ class SequenceView(Protocol):
         ...
 
     @property
+    def salt(self) -> str:
+        """Its cached prefixes are shared with sequences of an equal salt alone."""
+        ...
+
+    @property
     def params(self) -> SamplingParams:
         """What was asked."""
         ...
@@ -436,8 +441,12 @@ class CacheAllocator(Protocol):
         """Forget all slots from position `num_tokens` on, such as those of rejected drafts."""
         ...
 
-    def fork(self, parent: SequenceId, child: SequenceId) -> None:
-        """Let `child` start with all that `parent` holds. Pages that both would write to are copied by `take_moves`."""
+    def fork(self, parent: SequenceId, child: SequenceId, num_tokens: int) -> bool:
+        """Let `child` start with the first `num_tokens` that `parent` has computed.
+
+        Returns False where there is no room, or a window has left behind what the next token would see; then nothing
+        has changed. Pages that both would write to are copied, by `take_moves`, before one of them does.
+        """
         ...
 
     def release(self, sequence_id: SequenceId) -> None:
@@ -461,10 +470,9 @@ class Scheduler(Protocol):
     """Decides who runs in the next step. It holds the allocator; it never sees tensors."""
 
     def add(self, sequence: SequenceView) -> None:
-        """Take a new sequence.
+        """Take a new sequence, one that fits an empty cache. Raise OverloadedError where the queue is full.
 
-        Raises InvalidRequestError where it can never fit and OverloadedError where the queue is full; then nothing has
-        changed.
+        Where it raises, nothing has changed.
         """
         ...
 

@@ -60,6 +60,11 @@ class Sequence:
         """Higher runs first."""
         return self.request.priority
 
+    @property
+    def salt(self) -> str:
+        """Whose cached prefixes it may share."""
+        return self.request.cache_salt
+
     def begin(self, row: Row, now: float) -> None:
         """Note that a step with this row is about to run."""
         if self.started is None:

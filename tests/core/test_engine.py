@@ -205,6 +205,23 @@ def test_a_prompt_that_cannot_run_is_refused_by_name(short, prompt, words):
     assert short.generate([[1]], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
 
 
+def test_what_can_never_fit_is_refused_with_the_numbers(tiny):
+    class Small:
+        """Books of a cache that holds one page of 16."""
+
+        num_pages = 1
+
+        def capacity(self, max_tokens):
+            return int(max_tokens <= 16)
+
+    with engine_of(tiny[0]) as engine:
+        engine.parts = attrs.evolve(engine.parts, cache=Small())
+        with pytest.raises(InvalidRequestError, match=r"17 tokens.*1 pages of 16 holds 16") as caught:
+            engine.add(Request(request_id="a", prompt=[1] * 10, params=SamplingParams(max_tokens=7)))
+        assert caught.value.field == "sampling.max_tokens"
+        assert not engine.has_work
+
+
 def test_one_bad_prompt_among_good_ones_runs_none(short):
     before = short.stats()["steps"]
     with pytest.raises(InvalidRequestError, match="999"):

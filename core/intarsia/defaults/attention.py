@@ -130,7 +130,6 @@ def sdpa_row(
         return mixed.reshape(q_nHD.shape)
     causal = start == 0 and (spec.window is None or num_keys <= spec.window)
     mask = None if causal else _visible(num_queries, num_keys, start, spec.window, q_nHD.device)
-    grouped = spec.num_heads != spec.num_kv_heads
     mixed = _sdpa(
         q_nHD.transpose(0, 1),
         keys_KMD,
@@ -138,15 +137,15 @@ def sdpa_row(
         attn_mask=mask,
         is_causal=causal,
         scale=spec.scale,
-        enable_gqa=grouped,
+        enable_gqa=spec.num_heads != spec.num_kv_heads,
     )
     return mixed.transpose(0, 1)
 
 
 def _sdpa(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any) -> torch.Tensor:
     """Run torch's kernel on three-dimensional tensors; without a batch axis it would take a slower path."""
-    batched = (tensor.unsqueeze(0) for tensor in (queries, keys, values))
-    return functional.scaled_dot_product_attention(*batched, **how).squeeze(0)
+    queries, keys, values = (tensor.unsqueeze(0) for tensor in (queries, keys, values))
+    return functional.scaled_dot_product_attention(queries, keys, values, **how).squeeze(0)
 
 
 def fit_sdpa(context: PartContext) -> Fit | Unfit:

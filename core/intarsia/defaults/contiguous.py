@@ -75,14 +75,17 @@ class ContiguousAllocator:
         """Forget slots; the region stays."""
         self._computed[sequence_id] = min(self._computed[sequence_id], num_tokens)
 
-    def fork(self, parent: SequenceId, child: SequenceId) -> None:
-        """Copy the pages that hold tokens to a region of the child's own; AssertionError where none is free."""
+    def fork(self, parent: SequenceId, child: SequenceId, num_tokens: int) -> bool:
+        """Copy the pages that hold these tokens to a region of the child's own; False where none is free."""
         assert child not in self._regions, "the child holds a region of its own"
-        assert self.reserve(child, (), 0) is not None, "no region is free"
-        used = -(-self._computed[parent] // self.page_size)
+        if self.reserve(child, (), 0) is None:
+            return False
+        assert num_tokens <= self._computed[parent]
+        used = -(-num_tokens // self.page_size)
         for group, (sources, targets) in enumerate(zip(self.pages(parent), self.pages(child), strict=True)):
             self._moves += [CacheMove("copy", targets[i], sources[i], group) for i in range(used)]
-        self._computed[child] = self._computed[parent]
+        self._computed[child] = num_tokens
+        return True
 
     def release(self, sequence_id: SequenceId) -> None:
         """Free the region."""

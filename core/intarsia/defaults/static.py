@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from attrs import Attribute, Factory, define, field, frozen
 
-from intarsia.errors import ConfigError, InvalidRequestError, OverloadedError
+from intarsia.errors import ConfigError, OverloadedError
 from intarsia.protocols import CacheAllocator, PartContext, SequenceView
 from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
 
@@ -43,12 +43,6 @@ class StaticScheduler:
 
     def add(self, sequence: SequenceView) -> None:
         """Queue a sequence, first come first served, higher priorities before lower ones."""
-        if not self.allocator.capacity(sequence.max_total):
-            raise InvalidRequestError(
-                f"prompt and max_tokens come to {sequence.max_total} tokens, which the cache of "
-                f"{self.allocator.num_pages} pages can never hold",
-                field="sampling.max_tokens",
-            )
         if len(self._waiting) >= self.options.max_waiting:
             raise OverloadedError(
                 f"{len(self._waiting)} sequences are waiting, the most that scheduler.max_waiting allows",

@@ -116,12 +116,14 @@ class Request:
     Attributes:
         prompt: text, token ids, or chat messages.
         priority: higher runs first.
+        cache_salt: its cached prefixes are shared with requests of an equal salt alone.
     """
 
     request_id: str = field()
     prompt: Prompt
     params: SamplingParams = Factory(SamplingParams)
     priority: int = field(default=0)
+    cache_salt: str = field(default="")
 
     @request_id.validator
     def _(self, _: Attribute[str], value: object) -> None:
@@ -133,6 +135,13 @@ class Request:
     def _(self, _: Attribute[int], value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidRequestError(f"priority: {value!r} is not a whole number", field="priority")
+
+    @cache_salt.validator
+    def _(self, _: Attribute[str], value: object) -> None:
+        if not isinstance(value, str) or len(value) > 256:
+            raise InvalidRequestError(
+                f"cache_salt: {str(value)[:64]!r} is not a text of at most 256 characters", field="cache_salt"
+            )
 
 
 @frozen

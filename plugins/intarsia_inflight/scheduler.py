@@ -1,0 +1,242 @@
+"""The in-flight scheduler.
+
+A step is filled in this order, each within the token budget:
+
+1. A waiting sequence whose priority is above a running one's rank takes its place: the lowest-ranked, latest arrival is
+   preempted.
+2. Running rows that decode: one token each, and their drafts. Where pages run out, the lowest-ranked, latest arrival
+   that has no row in this step is preempted: its pages go, and it is run again later, prompt and answer so far.
+3. Running prompts, in chunks.
+4. Waiting sequences, in the order of their turn, while pages last. Nobody overtakes the first in line.
+
+**How long anything waits.** Every `ageing_steps` of waiting raise the rank by one and nothing lowers it, so after
+(p - q) * ageing_steps steps of waiting, a sequence of priority q stands before every later arrival of priority up to p,
+and once it runs none of those preempts it. What stands before it then is at most `max_waiting + max_batch` sequences,
+and each of these ends within its own tokens' steps of running: the first in turn always gets its pages from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define, field
+
+from intarsia.errors import OverloadedError
+from intarsia.protocols import CacheAllocator, SequenceView
+from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
+from intarsia_inflight.options import InflightOptions
+from intarsia_inflight.queue import Entry, Queue
+
+
+@define
+class _Step:
+    """A plan in the making."""
+
+    budget: int
+    rows: dict[SequenceId, Row] = field(factory=dict)
+    preempted: list[SequenceId] = field(factory=list)
+    entered: list[Entered] = field(factory=list)
+
+
+@define
+class InflightScheduler:
+    """Fills every step anew with decoding rows, chunks of prompts and new arrivals."""
+
+    options: InflightOptions
+    allocator: CacheAllocator
+    _waiting: Queue = field(init=False)
+    _running: dict[SequenceId, Entry] = field(factory=dict, init=False)
+    _left: list[SequenceId] = field(factory=list, init=False)
+    _arrivals: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._waiting = Queue(self.options.ageing_steps)
+
+    # --- coming and going -------------------------------------------------------------------------------------------
+
+    def add(self, sequence: SequenceView) -> None:
+        """Queue a sequence."""
+        if len(self._waiting) >= self.options.max_waiting:
+            raise OverloadedError(
+                f"{len(self._waiting)} sequences are waiting, the most that scheduler.max_waiting allows",
+                retry_after_s=1.0,
+            )
+        self._arrivals += 1
+        self._waiting.add(Entry(sequence, self._arrivals))
+
+    def remove(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence, waiting or running."""
+        if self._running.pop(sequence_id, None) is not None:
+            self.allocator.release(sequence_id)
+        elif (entry := self._waiting.find(sequence_id)) is not None:
+            self._waiting.discard(entry)
+        else:
+            return
+        self._left.append(sequence_id)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no pages."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages."""
+        return len(self._running)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def plan(self) -> BatchPlan:
+        """Fill a step."""
+        step = _Step(self.options.max_tokens)
+        self._waiting.age()
+        self._make_way(step)
+        turns = sorted(self._running.values(), key=lambda entry: entry.turn)
+        for entry in turns:
+            if entry.remaining == 1:
+                self._decode(entry, step)
+        for entry in turns:
+            if entry.remaining > 1:
+                self._prefill(entry, step)
+        if not step.preempted:
+            self._admit(step)
+        left, self._left = tuple(self._left), []
+        return BatchPlan(
+            rows=tuple(step.rows.values()),
+            preempted=tuple(step.preempted),
+            entered=tuple(step.entered),
+            left=left,
+            moves=self.allocator.take_moves(),
+        )
+
+    def update(self, plan: BatchPlan, results: Sequence[RowResult]) -> None:
+        """Note how far each sequence is, and keep the proposals for its next row."""
+        del plan
+        for result in results:
+            entry = self._running.get(result.sequence_id)
+            if entry is not None:
+                entry.computed = entry.sequence.num_computed
+                entry.drafts = result.drafts
+
+    def _make_way(self, step: _Step) -> None:
+        """Preempt for waiting sequences whose priority is above a running one's rank.
+
+        Rank that comes of waiting preempts nobody: two that wait for one place would take it from each other for ever.
+        """
+        for entry in list(self._waiting):
+            victim = self._victim(step)
+            if victim is None or victim.rank >= entry.sequence.priority:
+                return
+            while not self._enter(entry, step):
+                victim = self._victim(step)
+                if victim is None or victim.rank >= entry.sequence.priority:
+                    return
+                self._preempt(victim, step)
+
+    def _decode(self, entry: Entry, step: _Step) -> None:
+        if entry.sequence.sequence_id not in self._running or not step.budget:
+            return
+        drafts = entry.drafts[: step.budget - 1]
+        entry.drafts = ()
+        if self._secure(entry, entry.computed + 1 + len(drafts), step):
+            self._put(entry, 1, drafts, step)
+
+    def _prefill(self, entry: Entry, step: _Step) -> None:
+        if entry.sequence.sequence_id not in self._running or not step.budget:
+            return
+        chunk = min(entry.remaining, step.budget)
+        if self._secure(entry, entry.computed + chunk, step):
+            self._put(entry, chunk, (), step)
+
+    def _admit(self, step: _Step) -> None:
+        """Let waiting sequences in, in the order of their turn, while there is room for each whole prompt."""
+        for entry in list(self._waiting):
+            if not step.budget:
+                return
+            if self._awaits_parent(entry):
+                continue
+            if not self._enter(entry, step):
+                return
+            self._prefill(entry, step)
+
+    # --- pages ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, entry: Entry, step: _Step) -> bool:
+        """Give a waiting sequence room for its known tokens, and let it run; False where there is none."""
+        sequence = entry.sequence
+        sequence_id, known = sequence.sequence_id, sequence.token_ids
+        if len(self._running) >= self.options.max_batch or sequence_id in step.preempted:
+            return False
+        parent = self._parent(entry)
+        if parent is not None and len(known) == sequence.num_prompt <= parent.computed:
+            # The prompt is in the parent's pages. Its last token is run again, for its logits.
+            self.allocator.fork(parent.sequence.sequence_id, sequence_id, len(known) - 1)
+        computed = self.allocator.reserve(sequence_id, known, len(known), sequence.salt)
+        if computed is None:
+            self.allocator.release(sequence_id)
+            return False
+        self._waiting.discard(entry)
+        self._running[sequence_id] = entry
+        entry.computed = computed
+        step.entered.append(
+            Entered(
+                sequence_id=sequence_id,
+                params=sequence.params,
+                seed=sequence.seed,
+                token_ids=tuple(known),
+                num_prompt=sequence.num_prompt,
+            )
+        )
+        return True
+
+    def _parent(self, entry: Entry) -> Entry | None:
+        """The running choice 0 of the same request, whose prompt further choices take over."""
+        request_id, choice = entry.sequence.sequence_id
+        return self._running.get((request_id, 0)) if choice else None
+
+    def _awaits_parent(self, entry: Entry) -> bool:
+        """Whether a further choice does best to wait a little: the prompt that it would take over is being run."""
+        parent = self._parent(entry)
+        return parent is not None and parent.computed < entry.sequence.num_prompt
+
+    def _secure(self, entry: Entry, num_tokens: int, step: _Step) -> bool:
+        """Get pages for a running sequence, from others or, at last, by giving up its own."""
+        sequence = entry.sequence
+        while self.allocator.reserve(sequence.sequence_id, sequence.token_ids, num_tokens, sequence.salt) is None:
+            victim = self._victim(step)
+            assert victim is not None, "an entry without a row can always give up its own pages"
+            self._preempt(victim, step)
+            if victim is entry:
+                return False
+        return True
+
+    def _victim(self, step: _Step) -> Entry | None:
+        """The lowest-ranked, latest arrival that has no row in this step."""
+        free = [entry for sequence_id, entry in self._running.items() if sequence_id not in step.rows]
+        return max(free, key=lambda entry: entry.turn, default=None)
+
+    def _preempt(self, entry: Entry, step: _Step) -> None:
+        sequence_id = entry.sequence.sequence_id
+        self.allocator.release(sequence_id)
+        del self._running[sequence_id]
+        entry.computed, entry.drafts = 0, ()
+        step.preempted.append(sequence_id)
+        step.entered[:] = [entered for entered in step.entered if entered.sequence_id != sequence_id]
+        self._waiting.add(entry)
+
+    def _put(self, entry: Entry, num_tokens: int, drafts: tuple[int, ...], step: _Step) -> None:
+        """Add a row."""
+        sequence, start = entry.sequence, entry.computed
+        known = len(sequence.token_ids)
+        stop = start + num_tokens
+        step.budget -= num_tokens + len(drafts)
+        step.rows[sequence.sequence_id] = Row(
+            sequence_id=sequence.sequence_id,
+            token_ids=(*sequence.token_ids[start:stop], *drafts),
+            start=start,
+            num_drafts=len(drafts),
+            # The last token needs no slot, and a step adds one token besides its drafts.
+            drafts_wanted=max(0, sequence.max_total - known - 2 - len(drafts)) if stop == known else 0,
+            want=Want.LAST if stop == known else Want.NONE,
+            pages=self.allocator.pages(sequence.sequence_id),
+        )

@@ -1,0 +1,242 @@
+"""The books of the paged cache. Each cache group has its own pool and its own page tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import define, field
+
+from intarsia.types import CacheLayout, CacheMove, CacheStats, SequenceId
+from intarsia_paged import hashing
+from intarsia_paged.options import PagedOptions
+from intarsia_paged.pool import Pool
+
+#: In a page table: a page that a window has left behind. Nothing reads it again.
+GONE = -1
+
+
+@define
+class _Held:
+    """What one sequence holds: a page table a group, and the chain of its full pages' names."""
+
+    tables: list[list[int]]
+    salt: str
+    num_computed: int
+    chain: list[bytes]
+
+
+@define
+class PagedAllocator:
+    """Gives pages as sequences grow, shares those with equal content, and copies before a shared one is written to."""
+
+    options: PagedOptions
+    layout: CacheLayout
+    num_pages: int
+    _pools: list[Pool] = field(init=False)
+    _held: dict[SequenceId, _Held] = field(factory=dict, init=False)
+    _moves: list[CacheMove] = field(factory=list, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._pools = [Pool(self.num_pages) for _ in self.layout.groups]
+
+    @property
+    def _size(self) -> int:
+        return self.layout.page_size
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._size)
+
+    def capacity(self, max_tokens: int) -> int:
+        """Return how many sequences of `max_tokens` fit when nothing is shared."""
+        return self.num_pages // max(1, self._pages_for(max_tokens))
+
+    # --- prefixes ---------------------------------------------------------------------------------------------------
+
+    def lookup(self, token_ids: Sequence[int], salt: str = "") -> int:
+        """Return how many leading tokens are cached: whole pages, and never the last token, which must be run."""
+        return len(self._find(token_ids, salt)) * self._size
+
+    def _find(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """Return the names of the longest prefix whose visible pages every group still holds."""
+        if not self.options.prefix:
+            return []
+        chain: list[bytes] = []
+        for name in hashing.names(token_ids[: len(token_ids) - 1], self._size, salt):
+            if any(pool.find(name) is None for pool in self._full_pools()):
+                break
+            chain.append(name)
+        while chain and not self._windows_hold(chain):
+            chain.pop()
+        return chain
+
+    def _full_pools(self) -> list[Pool]:
+        """Pools of the layers that see everything; without any, of all: then a prefix needs every page."""
+        groups = self.layout.groups
+        full = [pool for pool, group in zip(self._pools, groups, strict=True) if group.window is None]
+        return full or self._pools
+
+    def _windows_hold(self, chain: list[bytes]) -> bool:
+        end = len(chain) * self._size
+        return all(
+            pool.find(name) is not None
+            for group, pool in enumerate(self._pools)
+            for name in chain[self._first_visible(group, end) :]
+        )
+
+    def _first_visible(self, group: int, position: int) -> int:
+        """Return the first page that a token at `position` or later can see."""
+        window = self.layout.groups[group].window
+        return 0 if window is None else max(0, position - window + 1) // self._size
+
+    # --- a sequence's pages -----------------------------------------------------------------------------------------
+
+    def reserve(self, sequence_id: SequenceId, token_ids: Sequence[int], num_tokens: int, salt: str = "") -> int | None:
+        """Make room for `num_tokens`; a sequence's first call takes what is cached of its tokens."""
+        held = self._held.get(sequence_id)
+        if held is None:
+            return self._admit(sequence_id, token_ids, num_tokens, salt)
+        needs = [self._needed(group, held, num_tokens) for group in range(len(self._pools))]
+        if any(need > pool.num_available for need, pool in zip(needs, self._pools, strict=True)):
+            return None
+        for group, pool in enumerate(self._pools):
+            self._own_next(group, held)
+            self._grow(pool, held.tables[group], num_tokens)
+        return held.num_computed
+
+    def _admit(self, sequence_id: SequenceId, token_ids: Sequence[int], num_tokens: int, salt: str) -> int | None:
+        chain = self._find(token_ids, salt)
+        num_cached = len(chain) * self._size
+        found = [
+            [GONE] * first + [self._page(pool, name) for name in chain[first:]]
+            for pool, first in ((p, self._first_visible(g, num_cached)) for g, p in enumerate(self._pools))
+        ]
+        for pool, table in zip(self._pools, found, strict=True):
+            revived = sum(pool.is_cached(page) for page in table if page != GONE)
+            if self._pages_for(num_tokens) - len(table) + revived > pool.num_available:
+                return None
+        for pool, table in zip(self._pools, found, strict=True):
+            for page in table:
+                if page != GONE:
+                    pool.share(page)
+            self._grow(pool, table, num_tokens)
+        self._held[sequence_id] = _Held(found, salt, num_cached, chain)
+        return num_cached
+
+    def _page(self, pool: Pool, name: bytes) -> int:
+        page = pool.find(name)
+        assert page is not None
+        return page
+
+    def _needed(self, group: int, held: _Held, num_tokens: int) -> int:
+        """Pages to take for a group: those to grow by, and one where the next token's page must be copied."""
+        table = held.tables[group]
+        return max(0, self._pages_for(num_tokens) - len(table)) + self._must_copy(group, held)
+
+    def _must_copy(self, group: int, held: _Held) -> bool:
+        index = held.num_computed // self._size
+        table = held.tables[group]
+        return index < len(table) and self._pools[group].is_known_elsewhere(table[index])
+
+    def _own_next(self, group: int, held: _Held) -> None:
+        """Copy the page that the next token is written to, if others refer to it or can find it by name."""
+        if not self._must_copy(group, held):
+            return
+        index = held.num_computed // self._size
+        shared, pool = held.tables[group][index], self._pools[group]
+        own = pool.take()
+        pool.drop(shared)
+        held.tables[group][index] = own
+        if held.num_computed % self._size:
+            self._moves.append(CacheMove("copy", own, shared, group))
+
+    def _grow(self, pool: Pool, table: list[int], num_tokens: int) -> None:
+        while len(table) < self._pages_for(num_tokens):
+            table.append(pool.take())
+
+    def pages(self, sequence_id: SequenceId) -> tuple[tuple[int, ...], ...]:
+        """Return the page table, one tuple a group; -1 stands for pages that a window has left behind."""
+        return tuple(tuple(table) for table in self._held[sequence_id].tables)
+
+    def commit(self, sequence_id: SequenceId, token_ids: Sequence[int], num_computed: int) -> None:
+        """Name the pages that are full now, and give back those that windows have left behind."""
+        held = self._held[sequence_id]
+        assert num_computed <= len(token_ids)
+        held.num_computed = num_computed
+        if self.options.prefix:
+            self._name_full(held, token_ids)
+        for group, pool in enumerate(self._pools):
+            table = held.tables[group]
+            for index in range(self._first_visible(group, num_computed) - 1, -1, -1):
+                if table[index] == GONE:
+                    break
+                pool.drop(table[index])
+                table[index] = GONE
+
+    def _name_full(self, held: _Held, token_ids: Sequence[int]) -> None:
+        size = self._size
+        for index in range(len(held.chain), held.num_computed // size):
+            parent = held.chain[-1] if held.chain else hashing.root(held.salt)
+            held.chain.append(hashing.extend(parent, token_ids[index * size : (index + 1) * size]))
+            for pool, table in zip(self._pools, held.tables, strict=True):
+                if table[index] != GONE:
+                    pool.name(table[index], held.chain[-1])
+
+    def rewind(self, sequence_id: SequenceId, num_tokens: int) -> None:
+        """Give back the pages past position `num_tokens`, and forget that the rest of its page holds tokens."""
+        held = self._held[sequence_id]
+        held.num_computed = min(held.num_computed, num_tokens)
+        del held.chain[held.num_computed // self._size :]
+        for pool, table in zip(self._pools, held.tables, strict=True):
+            while len(table) > self._pages_for(num_tokens):
+                page = table.pop()
+                if page != GONE:
+                    pool.drop(page)
+
+    def fork(self, parent: SequenceId, child: SequenceId, num_tokens: int) -> bool:
+        """Let the child refer to the parent's pages of these tokens; who writes to a shared one copies it first."""
+        assert child not in self._held, "the child holds pages already"
+        source = self._held[parent]
+        assert num_tokens <= source.num_computed
+        tables = []
+        for group, table in enumerate(source.tables):
+            first = self._first_visible(group, num_tokens)
+            seen = table[first : self._pages_for(num_tokens)]
+            if GONE in seen:
+                return False
+            tables.append([GONE] * first + seen)
+        for pool, table in zip(self._pools, tables, strict=True):
+            for page in table:
+                if page != GONE:
+                    pool.share(page)
+        self._held[child] = _Held(tables, source.salt, num_tokens, source.chain[: num_tokens // self._size])
+        return True
+
+    def release(self, sequence_id: SequenceId) -> None:
+        """Give everything back. The end goes first, so that of a cached prefix the beginning lives longest."""
+        held = self._held.pop(sequence_id, None)
+        if held is None:
+            return
+        for pool, table in zip(self._pools, held.tables, strict=True):
+            for page in reversed(table):
+                if page != GONE:
+                    pool.drop(page)
+
+    def take_moves(self) -> tuple[CacheMove, ...]:
+        """Return the copies due before the next step, and forget them."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Every reference is some table's, and every page is referenced, cached or free."""
+        for group, pool in enumerate(self._pools):
+            pool.check([page for held in self._held.values() for page in held.tables[group] if page != GONE])
+
+    def stats(self) -> CacheStats:
+        """Return the figures of the first group, whose layers see most; `wasted_slots` wait for tokens."""
+        used, free, cached, shared = self._pools[0].counts()
+        wasted = sum(len(held.tables[0]) * self._size - held.num_computed for held in self._held.values())
+        return CacheStats(
+            num_pages=self.num_pages, used=used, free=free, cached=cached, shared=shared, wasted_slots=wasted
+        )
