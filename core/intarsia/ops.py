@@ -75,7 +75,7 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up_T2F.chunk(2, dim=-1)
     num_rows = max(1, (_GRAIN - 1) // gate.shape[1])
     if gate.device.type == "cpu" and len(gate) > num_rows:
-        return torch.cat([functional.silu(part) for part in gate.split(num_rows)]).mul_(up)
+        return torch.cat([functional.silu(part) for part in torch.split(gate, num_rows)]).mul_(up)
     return functional.silu(gate) * up
 
 
