@@ -118,8 +118,7 @@ class _Composer:
 
         with blamed("accepts or num_bytes", *(chosen.offer for chosen in select.of("quantizer"))):
             weights = weight_bytes(model.weight_map, quantizers, engine.dtype)
-        cache, placed = self._choose_cache(context, attention, ops, orders[0], weights)
-        runner, layout = self._choose_runner(orders, placed, ops, attention)
+        cache, runner, layout = self._place(context, attention, ops, orders, weights)
         drafter: Drafter | None = select.one("drafter", config.drafter, context)
         processors: tuple[LogitsProcessor, ...] = select.many("logits_processors", config.logits_processors, context)
         scheduler = select.one("scheduler", config.scheduler, context)
@@ -159,9 +158,7 @@ class _Composer:
             quantizers=quantizers,
             drafter=drafter,
             logits_processors=processors,
-            invariance=kept_invariance(
-                select.of("attention")[0], attention, select.of("runner")[0].offer.provider, ops_for, engine
-            ),
+            invariance=kept_invariance(select, attention, ops_for, context),
         )
 
     # --- the model --------------------------------------------------------------------------------------------------
@@ -295,25 +292,55 @@ class _Composer:
 
     # --- memory and the runner --------------------------------------------------------------------------------------
 
-    def _choose_cache(
-        self, context: Callable[..., PartContext], attention: AttentionBackend, ops: Ops, order: str, weights: int
-    ) -> tuple[CacheAllocator, CacheContext]:
-        """Choose the cache, and check that it and the weights have room."""
-        base = context()
+    def _place(
+        self,
+        context: Callable[..., PartContext],
+        attention: AttentionBackend,
+        ops: Ops,
+        orders: Sequence[str],
+        weights: int,
+    ) -> tuple[CacheAllocator, _ChosenRunner, CacheLayout]:
+        """Choose cache and runner with the first order that both read; where none is, raise the first refusal."""
         # Asked once: it differs from moment to moment, and all must count the same pages.
-        free = free_memory(base.engine.device)
+        free = free_memory(context().engine.device)
+        refusal: UnfitError | None = None
+        for order in orders:
 
-        def cache_context(options: CacheOptions) -> CacheContext:
-            self._check_format(options, attention, ops, context)
-            layout = lay_out(base.spec, options, order, base.engine.dtype)
-            pages = num_pages(options, layout, free - weights)
-            return CacheContext(options=options, engine=base.engine, spec=base.spec, layout=layout, num_pages=pages)
+            def cache_context(options: CacheOptions, order: str = order) -> CacheContext:
+                base = context(options=options)
+                self._check_format(options, attention, ops, context)
+                layout = lay_out(base.spec, options, order, base.engine.dtype)
+                pages = num_pages(options, layout, free - weights)
+                return CacheContext(options=options, engine=base.engine, spec=base.spec, layout=layout, num_pages=pages)
 
-        chosen = self.select.choose("cache", self.config.cache, cache_context)
-        placed = cache_context(chosen.options)
+            try:
+                cache, placed = self._choose_cache(cache_context, weights, free)
+                runner_context = partial(
+                    RunnerContext,
+                    engine=placed.engine,
+                    spec=placed.spec,
+                    layout=placed.layout,
+                    ops=ops,
+                    attention=attention,
+                )
+                runner = self.select.choose("runner", self.config.runner, runner_context)
+            except UnfitError as error:
+                refusal = refusal or error
+                self.select.forget("cache", "runner")
+            else:
+                return cache, _ChosenRunner(runner, runner_context), placed.layout
+        assert refusal is not None, "orders is never empty"
+        raise refusal
+
+    def _choose_cache(
+        self, context_of: Callable[..., CacheContext], weights: int, free: int
+    ) -> tuple[CacheAllocator, CacheContext]:
+        """Choose and build the cache, and check that it and the weights have room."""
+        chosen = self.select.choose("cache", self.config.cache, context_of)
+        placed = context_of(options=chosen.options)
         # Before it is built: the books of a cache that is far too large are too large themselves.
         check_memory(placed, weights, free)
-        cache: CacheAllocator = self.select.build(chosen, cache_context)
+        cache: CacheAllocator = self.select.build(chosen, context_of)
         with blamed("capacity or num_pages", chosen.offer):
             check_capacity(cache, placed, room=free - weights)
             if cache.num_pages > placed.num_pages:
@@ -321,23 +348,6 @@ class _Composer:
                     f"{titled(chosen.offer)} says that it has {cache.num_pages} pages; it was given {placed.num_pages}"
                 )
         return cache, placed
-
-    def _choose_runner(
-        self, orders: Sequence[str], placed: CacheContext, ops: Ops, attention: AttentionBackend
-    ) -> tuple[_ChosenRunner, CacheLayout]:
-        """Choose the runner with the first cache order that one reads; where none does, raise the first refusal."""
-        refusal: UnfitError | None = None
-        for order in orders:
-            layout = evolve(placed.layout, order=order)
-            context = partial(
-                RunnerContext, engine=placed.engine, spec=placed.spec, layout=layout, ops=ops, attention=attention
-            )
-            try:
-                return _ChosenRunner(self.select.choose("runner", self.config.runner, context), context), layout
-            except UnfitError as error:
-                refusal = refusal or error
-        assert refusal is not None, "orders is never empty"
-        raise refusal
 
     # --- the whole --------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 from intarsia.errors import CompositionError, PluginError
 from intarsia.ops import Ops
-from intarsia.protocols import AttentionBackend
-from intarsia.selection import Chosen, blamed
-from intarsia.types import INVARIANCE_ORDER, Dtype, EngineOptions, Invariance, Provider
+from intarsia.protocols import AttentionBackend, PartContext
+from intarsia.selection import Chosen, Selector, blamed
+from intarsia.types import INVARIANCE_ORDER, Dtype, Invariance, Provider
+
+#: The dtype in which kernels promise most.
+_STRONGEST: Dtype = "float32"
 
 
 def promises(ops: Ops, attention: AttentionBackend, runner: Provider, dtype: Dtype) -> dict[str, Invariance]:
@@ -19,31 +22,30 @@ def promises(ops: Ops, attention: AttentionBackend, runner: Provider, dtype: Dty
 
 
 def kept_invariance(
-    chosen: Chosen,
+    select: Selector,
     attention: AttentionBackend,
-    runner: Provider,
     ops_for: Callable[..., Ops],
-    engine: EngineOptions,
+    context: Callable[..., PartContext],
 ) -> Invariance:
     """Return the level that the whole keeps.
 
     Args:
-        chosen: the attention backend's choice, for messages.
+        select: knows the attention backend and the runner that were chosen.
         attention: the backend.
-        runner: whose runner runs.
         ops_for: the ops of a `dtype`.
-        engine: dtype, and the level that is demanded.
+        context: what an attention backend is built from; its `engine` says which level is demanded.
 
     Raises:
         CompositionError: it keeps less than is demanded; names every part that does, and what would do.
         PluginError: a part promises what is no level.
     """
+    engine, chosen, runner = context().engine, select.of("attention")[0], select.of("runner")[0].offer.provider
 
-    def kept(dtype: Dtype) -> tuple[Invariance, list[str]]:
+    def judge(backend: AttentionBackend, dtype: Dtype) -> tuple[Invariance, list[str]]:
         """Return the weakest promise, and who promises less than is demanded."""
         ops: Ops = ops_for(dtype=dtype)
         with blamed("invariance", chosen.offer):
-            levels = promises(ops, attention, runner, dtype)
+            levels = promises(ops, backend, runner, dtype)
         for name, level in levels.items():
             if level not in INVARIANCE_ORDER:
                 raise PluginError(f"{_who(name, ops, chosen)} promises the invariance {level!r}, which is no level")
@@ -55,11 +57,18 @@ def kept_invariance(
         ]
         return INVARIANCE_ORDER[min(ranks.values())], short
 
-    level, short = kept(engine.dtype)
+    level, short = judge(attention, engine.dtype)
     if short:
         ways = [f"engine.invariance = {level!r}"]
-        if engine.dtype != "float32" and not kept("float32")[1]:
-            ways.append("engine.dtype = 'float32'")
+        for dtype in dict.fromkeys((engine.dtype, _STRONGEST)):
+
+            def keeps(other: AttentionBackend, dtype: Dtype = dtype) -> bool:
+                return dtype in other.formats and not judge(other, dtype)[1]
+
+            also = "" if dtype == engine.dtype else f" with engine.dtype = {dtype!r}"
+            if also and keeps(attention):
+                ways.append(f"engine.dtype = {dtype!r}")
+            ways += [f"attention = {key!r}{also}" for key in select.alternatives("attention", context, keeps)]
         raise CompositionError(
             f"engine.invariance: {engine.invariance!r} is demanded, and in {engine.dtype} {', '.join(short)}; "
             f"what would do: {' or '.join(ways)}",

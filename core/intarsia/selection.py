@@ -221,6 +221,12 @@ class Selector:
         """Return what was chosen for a slot, in order."""
         return [chosen for chosen in self.chosen if chosen.slot == slot]
 
+    def forget(self, *slots: str) -> None:
+        """Empty slots again, to fill them another way."""
+        self.chosen = [chosen for chosen in self.chosen if chosen.slot not in slots]
+        for slot in slots:
+            self._built.pop(slot, None)
+
     def note(self, chosen: Chosen, remark: str) -> None:
         """Add to the recorded reason of a choice."""
         reason = f"{chosen.reason}; {remark}" if chosen.reason else remark

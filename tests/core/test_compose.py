@@ -14,7 +14,7 @@ from engines import CACHE, engine_of
 from intarsia import SamplingParams
 from intarsia.compose import compose
 from intarsia.config import load_config
-from intarsia.defaults.contiguous import ContiguousAllocator
+from intarsia.defaults import contiguous
 from intarsia.errors import CheckpointError, CompositionError, ConfigError, IntarsiaError, PluginError
 from intarsia.hookspecs import KINDS, hookimpl, kind_of
 from intarsia.models.cache import TensorCache
@@ -88,9 +88,11 @@ def test_every_slot_of_the_default_engine_is_recorded_with_whose_it_is_and_why(m
     parts = composed(model)
     chosen = {s.slot: (s.provider.key, s.plugin, s.distribution, s.asked_by) for s in parts.selections}
     slots = ("loader", "family", "kernels", "attention", "cache", "runner", "scheduler", "executor")
-    keys = ("safetensors", "llama", "torch", "sdpa", "contiguous", "eager", "static", "local")
+    best = parts.selection("attention").provider.key
+    keys = ("safetensors", "llama", "torch", best, "contiguous", "eager", "static", "local")
     assert chosen == {s: (k, "defaults", "intarsia", "auto") for s, k in zip(slots, keys, strict=True)}
-    assert parts.selection("attention").reason == "torch's own kernel; over eager ranks 10"
+    assert best != "eager" and "; over " in parts.selection("attention").reason
+    assert "eager ranks 10" in parts.selection("attention").reason
     assert "'llama'" in parts.selection("family").reason
     assert all(selection.reason for selection in parts.selections)
 
@@ -509,7 +511,7 @@ def test_a_page_larger_than_the_longest_sequence_needs_one_whole_page(model):
 
 def test_a_cache_that_claims_more_pages_than_it_was_given_is_refused(model):
     def build(context):
-        return ContiguousAllocator(16, 1, 32, context.num_pages)
+        return contiguous.ContiguousAllocator(16, 1, 32, context.num_pages)
 
     error = refusal(
         PluginError, model, offering(cache=provider(build=build, options=CacheOptions)), cache=CACHE | {"use": "fake"}
@@ -542,8 +544,8 @@ def backend(key="fake", rank=1, **facts) -> Provider:
 
 @pytest.mark.parametrize("name", ["garbage", "nn", "Tensor", "", "float31"])
 def test_what_is_no_cache_format_is_a_config_error(model, name):
-    error = refusal(ConfigError, model, cache=CACHE | {"format": name})
-    assert error.field == "cache.format" and "'sdpa'" in str(error) and "float32" in str(error)
+    error = refusal(ConfigError, model, attention="sdpa", cache=CACHE | {"format": name})
+    assert error.field == "cache.format" and "attention 'sdpa'" in str(error) and "float32" in str(error)
 
 
 def test_a_format_that_attention_does_not_read_names_who_does(model):
@@ -552,7 +554,7 @@ def test_a_format_that_attention_does_not_read_names_who_does(model):
     plugin = offering(
         attention=[backend("reads8", formats=("int8",)), backend("broken"), provider("bad", build=broken)]
     )
-    error = refusal(CompositionError, model, plugin, cache=CACHE | {"format": "int8"})
+    error = refusal(CompositionError, model, plugin, attention="sdpa", cache=CACHE | {"format": "int8"})
     for word in ("'int8'", "attention 'sdpa'", "float16", "attention = 'reads8'"):
         assert word in str(error)
     assert "'narrow'" not in str(error) and "'bad'" not in str(error)
@@ -624,6 +626,38 @@ def test_the_layout_has_the_first_order_that_the_runner_reads_and_the_engine_run
         torch.testing.assert_close(logits, reference(torch.tensor([PROMPT])).logits[0], atol=1e-4, rtol=0)
 
 
+def test_the_layout_has_the_first_order_that_the_cache_and_the_runner_both_read(model):
+    seen = []
+
+    def reading(*orders):
+        def fit(context):
+            order = context.layout.order
+            return Fit(90) if order in orders else Unfit(f"it does not read {order}")
+
+        return fit
+
+    def build(context):
+        seen.append(context.layout.order)
+        return contiguous.build(context)
+
+    cache = provider("strict", fit=reading("PKSD"), build=build, options=CacheOptions)
+    runner = provider("picky", fit=reading("PKSD"), requires=("cache",))
+    plugin = offering(cache=cache, runner=[runner, provider("other", fit=reading("PSKD"))])
+    parts = composed(model, plugin, cache=CACHE | {"use": "strict"})
+    assert (parts.layout.order, seen) == ("PKSD", ["PKSD"])
+    # With the best order first, auto takes the cache and the runner that read it.
+    parts = composed(model, plugin)
+    assert (parts.layout.order, parts.selection("cache").provider.key) == ("PSKD", "contiguous")
+    assert parts.selection("runner").provider.key == "other"
+    # A runner that reads only the second order takes the cache with it.
+    parts = composed(model, plugin, runner="picky")
+    assert (parts.layout.order, parts.selection("cache").provider.key) == ("PKSD", "strict")
+    assert [s.slot for s in parts.selections].count("cache") == 1
+    assert parts.executor.context.layout == parts.layout
+    error = refusal(CompositionError, model, plugin, cache=CACHE | {"use": "strict"}, runner="other")
+    assert "it does not read PSKD" in str(error)
+
+
 def test_a_runner_that_reads_no_order_is_refused_with_its_reason_for_the_best_one(model):
     plugin = offering(runner=provider(fit=lambda context: Unfit(f"it does not read {context.layout.order}")))
     error = refusal(CompositionError, model, plugin, runner="fake")
@@ -680,18 +714,41 @@ def test_a_kernel_that_could_never_run_is_refused(model, kernel, words):
 # --- invariance -------------------------------------------------------------------------------------------------------
 
 
-def test_a_demand_that_the_defaults_do_not_keep_names_each_part_that_keeps_less(model):
-    assert composed(model).invariance == "neighbours"
-    error = refusal(CompositionError, model, engine={"invariance": "bitwise"})
-    assert error.field == "engine.invariance"
-    assert "attention 'sdpa' keeps 'neighbours'" in str(error) and "linear" not in str(error)
-    assert composed(model, engine={"invariance": "neighbours"}).invariance == "neighbours"
+def demanding(invariance: str, dtype: str = "float32") -> dict[str, str]:
+    return {"invariance": invariance, "dtype": dtype}
 
-    error = refusal(CompositionError, model, engine={"invariance": "bitwise", "dtype": "bfloat16"})
-    assert "attention 'sdpa'" in str(error) and "linear[dense] of kernels 'torch' keeps 'numeric'" in str(error)
-    assert "float32" not in str(error), "float32 does not keep bitwise either"
-    error = refusal(CompositionError, model, engine={"invariance": "neighbours", "dtype": "bfloat16"})
-    assert "engine.dtype = 'float32'" in str(error) and "engine.invariance = 'numeric'" in str(error)
+
+def test_a_demand_that_a_part_does_not_keep_names_it_and_what_would_do(model):
+    assert composed(model, attention="sdpa").invariance == "neighbours"
+    assert composed(model, attention="sdpa", engine=demanding("neighbours")).invariance == "neighbours"
+    error = refusal(CompositionError, model, attention="sdpa", engine=demanding("bitwise"))
+    assert error.field == "engine.invariance"
+    for word in ("'bitwise' is demanded", "attention 'sdpa' keeps 'neighbours'", "engine.invariance = 'neighbours'"):
+        assert word in str(error)
+    assert "linear" not in str(error)
+
+
+def test_a_demand_in_bfloat16_names_every_part_that_keeps_less(model):
+    plugin = offering(attention=backend("exact"))
+    error = refusal(CompositionError, model, plugin, attention="sdpa", engine=demanding("bitwise", "bfloat16"))
+    for word in ("attention 'sdpa' keeps 'neighbours'", "linear[dense] of kernels 'torch' keeps 'numeric'"):
+        assert word in str(error)
+    ways = str(error).partition("what would do: ")[2].split(" or ")
+    assert ways[0] == "engine.invariance = 'numeric'"
+    assert "attention = 'exact' with engine.dtype = 'float32'" in ways
+    assert not {"attention = 'exact'", "engine.dtype = 'float32'"} & set(ways), "neither would do alone"
+    error = refusal(CompositionError, model, attention="sdpa", engine=demanding("neighbours", "bfloat16"))
+    ways = str(error).partition("what would do: ")[2].split(" or ")
+    assert ways[:2] == ["engine.invariance = 'numeric'", "engine.dtype = 'float32'"]
+
+
+def test_a_demand_that_other_attention_keeps_names_it_and_it_then_works(model):
+    others = [backend("exact"), backend("loose", level="neighbours"), backend("half", formats=("float16",))]
+    plugin = offering(attention=others)
+    error = refusal(CompositionError, model, plugin, attention="sdpa", engine=demanding("bitwise"))
+    assert "attention = 'exact'" in str(error)
+    assert "'loose'" not in str(error) and "'half'" not in str(error)
+    assert composed(model, plugin, engine=demanding("bitwise"), attention="exact").invariance == "bitwise"
 
 
 def test_the_whole_keeps_the_weakest_promise(model):
@@ -812,7 +869,15 @@ def test_a_quantized_engine_computes_what_its_weights_say_and_its_plan_has_their
     assert (logits - before).abs().max() < 0.5 * scale
 
 
-def test_quantizers_run_in_order_and_the_plan_counts_what_comes_out_last(tmp_path):
+@pytest.mark.parametrize("order", [["rows", "all"], ["all", "all", "rows"]])
+def test_a_chain_of_quantizers_counts_what_comes_out_last(tmp_path, order):
+    weights: dict = {}
+    path, _ = tiny_llama(tmp_path, layers=1)
+    with started(path, quantizer=order, plugins={"q": QUANTIZERS, "c": catching(weights)}) as engine:
+        assert bytes_of(weights) == engine.parts.weight_bytes == engine.explain()["memory"]["weights"]
+
+
+def test_quantizers_run_in_order(tmp_path):
     path, _ = tiny_llama(tmp_path, layers=2)
     weights: dict = {}
     plugins = {"q": QUANTIZERS, "c": catching(weights)}

@@ -49,16 +49,17 @@ def drafter(key="guess", **fields) -> Provider:
 
 
 def test_a_report_is_strict_json_and_says_who_is_there_and_why(model):
-    report = report_of(model, scheduler={"use": "static", "max_batch": 3})
+    report = report_of(model, scheduler={"use": "static", "max_batch": 3}, attention="sdpa")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert set(report) == {"model", "engine", "parts", "ops", "memory", "invariance", "hash"}
     assert all({"key", "provider", "asked_by", "reason", "options"} <= set(part) for part in report["parts"].values())
     scheduler = report["parts"]["scheduler"]
     assert (scheduler["key"], scheduler["asked_by"]) == ("static", "config")
     assert scheduler["options"] == {"max_batch": 3, "max_waiting": 4096}
-    attention = report["parts"]["attention"]
-    assert (attention["key"], attention["asked_by"]) == ("sdpa", "auto")
-    assert attention["provider"].startswith("defaults (intarsia ") and "eager" in attention["reason"]
+    runner = report["parts"]["runner"]
+    assert (runner["key"], runner["asked_by"]) == ("eager", "auto")
+    assert runner["provider"].startswith("defaults (intarsia ") and runner["reason"]
+    assert report["parts"]["attention"]["key"] == "sdpa"
     assert report["engine"]["device"] == "cpu" and report["engine"]["max_model_len"] == 512
     model_facts = {"layers": 3, "heads": 8, "kv_heads": 2, "head_dim": 24, "vocab_size": 257, "family": "llama"}
     assert model_facts.items() <= report["model"].items()

@@ -137,8 +137,8 @@ class Provider:
     Attributes:
         key: what a config says to use it; unique in its slot.
         summary: one line for listings.
-        build: makes the part; called once an engine, only for the part that was chosen (and, where a composition fails,
-            to find out what would work). May import what is heavy.
+        build: makes the part; called once an engine, only for the part that was chosen, and again where composition
+            tries another cache layout or looks for what would work. May import what is heavy.
         fit: whether the part can serve a context, and how well. Cheap; imports nothing heavy where it can be helped.
         options: the part's own attrs class; a section's keys are checked against it.
         requires: slots whose parts `build` finds in `context.parts`. They are composed before this one.
