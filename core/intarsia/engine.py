@@ -260,7 +260,7 @@ class Engine:
         self._check_progress(plan)
         for sequence_id in plan.preempted:
             self._sequences[sequence_id].num_computed = 0
-        if not plan.rows:
+        if not (plan.rows or plan.left or plan.moves):
             return
         for row in plan.rows:
             self._sequences[row.sequence_id].begin(row, begun)
@@ -270,6 +270,8 @@ class Engine:
         except Exception as error:
             self._closed = f"a step failed: {type(error).__name__}: {error}"
             raise
+        if not plan.rows:
+            return
         outputs = self._accept(plan, result)
         self._counts["steps"] += 1
         if self._observers.watches("step_finished"):

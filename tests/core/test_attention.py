@@ -1,4 +1,4 @@
-"""Both attention backends against numpy in float64, over a cache whose unused slots hold NaN.
+"""The attention backends against numpy in float64, over a cache whose unused slots hold NaN.
 
 Shape legend: T tokens, n tokens of one row, H heads, K kv heads, D head dim, M keys, P pages, S slots a page.
 """
@@ -12,7 +12,8 @@ from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intarsia.defaults.attention import build_eager, build_sdpa, eager_row, fit_sdpa, sdpa_row
+from intarsia.defaults.attention import build_eager, build_sdpa, build_tiled, eager_row, fit_sdpa, fit_tiled, sdpa_row
+from intarsia.defaults.tiled import TILE, tiled_row
 from intarsia.models.cache import LayerTensors
 from intarsia.protocols import PartContext
 from intarsia.types import (
@@ -20,6 +21,7 @@ from intarsia.types import (
     CacheGroup,
     CacheLayout,
     DecoderSpec,
+    EngineOptions,
     Fit,
     ForwardBatch,
     LayerSpec,
@@ -27,8 +29,17 @@ from intarsia.types import (
     Unfit,
 )
 
-BACKENDS = {"eager": build_eager, "sdpa": build_sdpa}
+BACKENDS = {"eager": build_eager, "tiled": build_tiled, "sdpa": build_sdpa}
 backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def build(backend, device="cpu", dtype="float32"):
+    return BACKENDS[backend](PartContext(engine=EngineOptions(device=device, dtype=dtype), spec=model()))
+
+
+def model(*attention):
+    layers = tuple(LayerSpec(a, MlpSpec(8, "silu")) for a in attention)
+    return DecoderSpec("llama", 10, 8, 64, 1e-5, True, layers)
 
 
 def attention_spec(heads, kv_heads, head_dim, **facts):
@@ -85,14 +96,25 @@ def attend(backend, spec, sequences, *, order="PSKD", page_size=16, scatter=None
     shape = [size[axis] for axis in order]
     cache = LayerTensors(*(torch.full(shape, torch.nan, dtype=cache_dtype or dtype) for _ in range(2)))
     for sequence, table in zip(sequences, tables, strict=True):
-        for position in range(sequence.start + sequence.length):
+        first = 0 if spec.window is None else max(0, sequence.start - spec.window + 1) // page_size * page_size
+        for position in range(first, sequence.start + sequence.length):
             page, offset = table[position // page_size], position % page_size
             at = (page, offset) if order == "PSKD" else (page, slice(None), offset)
             cache.keys[at], cache.values[at] = sequence.keys[position], sequence.values[position]
+    # A window's allocator takes back the pages that no query sees: -1, the spare page, which holds NaN.
+    if spec.window is not None:
+        gone = [max(0, s.start - spec.window + 1) // page_size for s in sequences]
+        tables = [(-1,) * count + table[count:] for count, table in zip(gone, tables, strict=True)]
     bounds = [0]
     for sequence in sequences:
         bounds.append(bounds[-1] + sequence.length)
-    group = CacheGroup(kind="full", layers=(0,), num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+    group = CacheGroup(
+        kind="full" if spec.window is None else "window",
+        layers=(0,),
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        window=spec.window,
+    )
     layout = CacheLayout(order=order, format="float32", entry_bytes=4, page_size=page_size, groups=(group,))
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = ForwardBatch(
@@ -104,7 +126,7 @@ def attend(backend, spec, sequences, *, order="PSKD", page_size=16, scatter=None
         pages=(tuple(tables),),
         logits_L=nothing,
     )
-    part = BACKENDS[backend](None)
+    part = build(backend)
     batch = evolve(batch, attention=part.prepare(batch, layout))
     # As in the runner, queries are a part of a wider tensor: what lies between them is not theirs.
     wide = torch.full((bounds[-1], spec.num_heads + spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype)
@@ -159,14 +181,15 @@ def test_a_query_sees_the_last_keys_of_its_window(backend, dtype, window):
     check(attend(backend, spec, sequences, page_size=3), sequences, spec)
 
 
+@pytest.mark.parametrize("backend", ["eager", "tiled"])
 @pytest.mark.parametrize("soft_cap", [0.5, 5.0, 50.0])
 @pytest.mark.parametrize("window", [None, 7])
-def test_soft_caps_bend_the_scores(soft_cap, window):
+def test_soft_caps_bend_the_scores(backend, soft_cap, window):
     spec = attention_spec(6, 2, 32, window=window, soft_cap=soft_cap)
     sequences = [Sequence.random(spec, *row, seed) for seed, row in enumerate(ROWS)]
-    outs = attend("eager", spec, sequences)
+    outs = attend(backend, spec, sequences)
     check(outs, sequences, spec)
-    plain = attend("eager", evolve(spec, soft_cap=None), sequences)
+    plain = attend(backend, evolve(spec, soft_cap=None), sequences)
     assert not torch.allclose(outs[3], plain[3], atol=1e-6 if soft_cap > 5 else 1e-3)
 
 
@@ -225,7 +248,8 @@ def test_a_cache_of_another_float_dtype_is_read_as_its_rounded_values(backend, o
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_row_has_the_same_bits_alone_and_among_any_neighbours(backend, dtype, head_dim, window):
     """Neighbours move a row's queries in the batch and its pages in the cache: neither may show."""
-    assert BACKENDS[backend](None).invariance(str(dtype).removeprefix("torch.")) == "neighbours"
+    level = build(backend).invariance(str(dtype).removeprefix("torch."))
+    assert level == ("bitwise" if backend == "tiled" else "neighbours")
     spec = attention_spec(6, 2, head_dim, window=window)
     sequences = [Sequence.random(spec, *row, seed, dtype) for seed, row in enumerate([*ROWS, (0, 150), (300, 1)])]
     alone = [attend(backend, spec, [sequence])[0] for sequence in sequences]
@@ -238,12 +262,28 @@ def test_a_row_has_the_same_bits_alone_and_among_any_neighbours(backend, dtype, 
             assert torch.equal(out, alone[i]), (sequences[i].start, sequences[i].length, trial)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((4, 4), 20), ((5, 1), 33), ((9, 3), 16)])
+@pytest.mark.parametrize("facts", [{}, {"window": 9}, {"window": TILE + 5}, {"soft_cap": 5.0}])
+def test_tiled_gives_the_same_bits_however_a_prompt_is_cut(dtype, heads, head_dim, facts):
+    spec = attention_spec(*heads, head_dim, **facts)
+    whole = Sequence.random(spec, 0, 2 * TILE + 45, 7, dtype)
+    (expected_bits,) = attend("tiled", spec, [whole])
+    rng = random.Random(head_dim)
+    for chunk in (1, 2, 3, 7, 8, 16, 37, TILE - 1, TILE, TILE + 1, 2 * TILE):
+        pieces = []
+        for start in range(0, whole.length, chunk):
+            stop = min(start + chunk, whole.length)
+            piece = Sequence(start, stop - start, whole.queries[start:stop], whole.keys[:stop], whole.values[:stop])
+            pieces.append(piece)
+        some = pieces if chunk > 8 else rng.sample(pieces, 12)
+        for piece, out in zip(
+            some, attend("tiled", spec, some, page_size=rng.choice([1, 3, 16]), scatter=chunk), strict=True
+        ):
+            assert torch.equal(out, expected_bits[piece.start : piece.start + piece.length]), (chunk, piece.start)
+
+
 # --- which models it fits ---------------------------------------------------------------------------------------------
-
-
-def model(*attention):
-    layers = tuple(LayerSpec(a, MlpSpec(8, "silu")) for a in attention)
-    return DecoderSpec("llama", 10, 8, 64, 1e-5, True, layers)
 
 
 def test_sdpa_refuses_a_soft_cap_and_names_the_layer():
@@ -253,5 +293,14 @@ def test_sdpa_refuses_a_soft_cap_and_names_the_layer():
     assert isinstance(unfit, Unfit) and "soft cap" in unfit.reason and "layer 1" in unfit.reason
 
 
-def test_the_two_backends_differ_in_their_row_only():
-    assert (build_eager(None).attend_row, build_sdpa(None).attend_row) == (eager_row, sdpa_row)
+def test_tiled_is_the_choice_of_fp32_on_cpus_and_promises_nothing_elsewhere():
+    def rank(dtype, device):
+        return fit_tiled(PartContext(engine=EngineOptions(dtype=dtype, device=device), spec=model())).rank
+
+    sdpa = fit_sdpa(PartContext(spec=model())).rank
+    assert rank("float32", "cpu") > sdpa > rank("bfloat16", "cpu") == rank("float32", "cuda")
+    assert build("tiled", device="cuda").invariance("float32") == "neighbours"
+
+
+def test_the_backends_differ_in_their_row_only():
+    assert [build(b).attend_row for b in ("eager", "tiled", "sdpa")] == [eager_row, tiled_row, sdpa_row]

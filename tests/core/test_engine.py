@@ -316,6 +316,14 @@ def test_a_vocabulary_padded_beyond_the_tokenizer_is_not_sampled(tmp_path):
 # --- the loop by hand -------------------------------------------------------------------------------------------------
 
 
+def test_an_idle_step_lets_the_executor_forget_who_left(tiny):
+    with engine_of(tiny[0]) as engine:
+        engine.generate([[1], [2]], GREEDY)
+        engine.step()
+        assert engine.parts.executor._sampler._states == {}
+        assert engine.stats()["steps"] == 12
+
+
 def test_the_loop_by_hand_gives_each_request_its_outputs(engine):
     solo = engine.generate([[1, 2], [3]], GREEDY)
     names = [engine.add(Request(request_id=name, prompt=p, params=GREEDY)) for name, p in (("a", [1, 2]), ("b", [3]))]

@@ -72,7 +72,7 @@ def provide_kernels() -> list[Provider]:
 
 @hookimpl
 def provide_attention_backends() -> list[Provider]:
-    """The oracle, and torch's kernel."""
+    """The oracle, fixed tiles, and torch's kernel."""
 
     def fit_sdpa(context: PartContext) -> Fit | Unfit:
         from intarsia.defaults import attention
@@ -89,12 +89,28 @@ def provide_attention_backends() -> list[Provider]:
 
         return attention.build_eager(context)
 
+    def fit_tiled(context: PartContext) -> Fit:
+        from intarsia.defaults import attention
+
+        return attention.fit_tiled(context)
+
+    def build_tiled(context: PartContext) -> Any:
+        from intarsia.defaults import attention
+
+        return attention.build_tiled(context)
+
     return [
         Provider(
             key="eager",
             summary="explicit softmax in fp32, row by row: the oracle",
             fit=lambda _: Fit(10, "explicit softmax: the oracle"),
             build=build_eager,
+        ),
+        Provider(
+            key="tiled",
+            summary="fixed tiles of keys in fp32, row by row: bitwise whatever the chunks",
+            fit=fit_tiled,
+            build=build_tiled,
         ),
         Provider(
             key="sdpa",

@@ -1,76 +1,98 @@
-"""Plain attention over the cache, row by row: `eager` with an explicit softmax, and `sdpa` through torch's own kernel.
+"""Plain attention over the cache, row by row: `eager`, `tiled` and `sdpa`.
 
 A row here is one sequence's tokens of the step. Each row is computed on its own, by the same calls whatever rows are
-beside it, so its result does not depend on them; it can depend on how a prompt is cut into chunks.
+beside it, so its result does not depend on them. How a prompt is cut into chunks can show in the last bits, except in
+`tiled`.
 
 Shape legend: T tokens, n tokens of one row, H heads, K kv heads, G query heads a kv head, D head dim, M keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import Factory, frozen
 from torch.nn import functional
 
+from intarsia.defaults.tiled import tiled_row
 from intarsia.protocols import LayerCache, PartContext
 from intarsia.types import AttentionSpec, CacheLayout, Fit, ForwardBatch, Invariance, Unfit
 
 #: Pages in order: a slice where they lie side by side, which reads without a copy.
 _Pages: TypeAlias = slice | torch.Tensor
-#: (queries (n, H, D), keys (M, K, D), values (M, K, D), position of the first query, spec) -> (n, H, D)
-RowAttention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, AttentionSpec], torch.Tensor]
+#: (queries (n, H, D), keys (M, K, D), values (M, K, D), positions of the first query and the first key, spec)
+#: -> (n, H, D)
+RowAttention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int, AttentionSpec], torch.Tensor]
+
+
+@frozen(eq=False)
+class _Keys:
+    """Where one row's keys lie: its pages from the first that a window lets it see, and how many keys they hold."""
+
+    pages: _Pages
+    first: int
+    count: int
+
+    @classmethod
+    def locate(
+        cls, pages: tuple[int, ...], start: int, stop: int, window: int | None, page_size: int, device: torch.device
+    ) -> _Keys:
+        """Find the keys that queries from position `start` up to `stop` see."""
+        skipped = 0 if window is None else max(0, start - window + 1) // page_size
+        used = pages[skipped : -(-stop // page_size)]
+        first = skipped * page_size
+        if used == tuple(range(used[0], used[0] + len(used))):
+            return cls(slice(used[0], used[0] + len(used)), first, stop - first)
+        return cls(torch.tensor(used, device=device), first, stop - first)
+
+    def gather(self, stored: torch.Tensor, order: str) -> torch.Tensor:
+        """Return keys (or values) as (M, K, D); slots past the last one are not read."""
+        chosen = stored[self.pages]
+        if order == "PKSD":
+            chosen = chosen.transpose(1, 2)
+        return chosen.flatten(0, 1)[: self.count]
 
 
 @frozen(eq=False)
 class _Prepared:
     """Per cache group and row, where its keys lie."""
 
-    pages: tuple[tuple[_Pages, ...], ...]
+    keys: tuple[tuple[_Keys, ...], ...]
     order: str
-
-
-def _locate(pages: tuple[int, ...], num_keys: int, page_size: int, device: torch.device) -> _Pages:
-    used = pages[: -(-num_keys // page_size)]
-    if used == tuple(range(used[0], used[0] + len(used))):
-        return slice(used[0], used[0] + len(used))
-    return torch.tensor(used, device=device)
-
-
-def _gather(stored: torch.Tensor, pages: _Pages, num_keys: int, order: str) -> torch.Tensor:
-    """Return one row's first keys (or values) as (M, K, D); slots past them are not read."""
-    chosen = stored[pages]
-    if order == "PKSD":
-        chosen = chosen.transpose(1, 2)
-    return chosen.flatten(0, 1)[:num_keys]
 
 
 @frozen
 class RowByRowAttention:
-    """A backend that hands each row's queries, keys and values to one function."""
+    """A backend that hands each row's queries, keys and values to one function.
+
+    Attributes:
+        levels: dtype -> what the function promises; `neighbours` where it says nothing, since rows are apart.
+    """
 
     attend_row: RowAttention
+    levels: Mapping[str, Invariance] = Factory(dict)
     orders: tuple[str, ...] = ("PSKD", "PKSD")
     formats: tuple[str, ...] = ("float32", "float16", "bfloat16")
 
     def invariance(self, dtype: str) -> Invariance:
         """A row's own tokens decide the shapes that it is computed in; other rows do not."""
-        del dtype
-        return "neighbours"
+        return self.levels.get(dtype, "neighbours")
 
     def prepare(self, batch: ForwardBatch, layout: CacheLayout) -> _Prepared:
-        """Find each row's pages, once for all layers."""
-        lengths = [stop - first for first, stop in pairwise(batch.bounds)]
-        ends = [start + length for start, length in zip(batch.starts, lengths, strict=True)]
-        device = batch.ids_T.device
-        pages = tuple(
-            tuple(_locate(row, end, layout.page_size, device) for row, end in zip(tables, ends, strict=True))
-            for tables in batch.pages
+        """Find each row's keys, once for all layers."""
+        ends = [start + stop - first for start, (first, stop) in zip(batch.starts, pairwise(batch.bounds), strict=True)]
+        size, device = layout.page_size, batch.ids_T.device
+        keys = tuple(
+            tuple(
+                _Keys.locate(row, start, end, group.window, size, device)
+                for row, start, end in zip(tables, batch.starts, ends, strict=True)
+            )
+            for group, tables in zip(layout.groups, batch.pages, strict=True)
         )
-        return _Prepared(pages, layout.order)
+        return _Prepared(keys, layout.order)
 
     def attend(
         self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, group: int, batch: ForwardBatch
@@ -78,18 +100,15 @@ class RowByRowAttention:
         """Return (T, H, D)."""
         prepared: _Prepared = batch.attention
         mixed = []
-        for start, (first, stop), pages in zip(
-            batch.starts, pairwise(batch.bounds), prepared.pages[group], strict=True
-        ):
-            num_keys = start + stop - first
-            keys = _gather(cache.keys, pages, num_keys, prepared.order)
-            values = _gather(cache.values, pages, num_keys, prepared.order)
-            mixed.append(self.attend_row(q_THD[first:stop], keys, values, start, spec))
+        for start, (first, stop), found in zip(batch.starts, pairwise(batch.bounds), prepared.keys[group], strict=True):
+            keys = found.gather(cache.keys, prepared.order)
+            values = found.gather(cache.values, prepared.order)
+            mixed.append(self.attend_row(q_THD[first:stop], keys, values, start, found.first, spec))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
-def _visible(num_queries: int, num_keys: int, start: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return (n, M): whether the query at position start + i sees the key at position j."""
+def visible(num_queries: int, num_keys: int, start: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return (n, M): whether the query at position start + i sees the key at position j; keys count from 0."""
     queries = torch.arange(start, start + num_queries, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device)
     visible = keys <= queries
@@ -97,7 +116,7 @@ def _visible(num_queries: int, num_keys: int, start: int, window: int | None, de
 
 
 def eager_row(
-    q_nHD: torch.Tensor, keys_MKD: torch.Tensor, values_MKD: torch.Tensor, start: int, spec: AttentionSpec
+    q_nHD: torch.Tensor, keys_MKD: torch.Tensor, values_MKD: torch.Tensor, start: int, first: int, spec: AttentionSpec
 ) -> torch.Tensor:
     """Return softmax(q k^T scale) v, (n, H, D), written out, in fp32: the oracle."""
     num_queries, num_heads, head_dim = q_nHD.shape
@@ -108,16 +127,17 @@ def eager_row(
     scores = grouped_KGnD @ keys_K1DM * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    hidden = ~_visible(num_queries, len(keys_MKD), start, spec.window, q_nHD.device)
+    hidden = ~visible(num_queries, len(keys_MKD), start - first, spec.window, q_nHD.device)
     weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
     mixed_nKGD = (weights @ values_K1MD).permute(2, 0, 1, 3)
     return mixed_nKGD.reshape(num_queries, num_heads, head_dim).to(q_nHD.dtype)
 
 
 def sdpa_row(
-    q_nHD: torch.Tensor, keys_MKD: torch.Tensor, values_MKD: torch.Tensor, start: int, spec: AttentionSpec
+    q_nHD: torch.Tensor, keys_MKD: torch.Tensor, values_MKD: torch.Tensor, start: int, first: int, spec: AttentionSpec
 ) -> torch.Tensor:
     """Return (n, H, D) from torch's kernel, which on CPUs never holds tokens x tokens."""
+    start -= first
     if spec.window is not None and (unseen := start - spec.window + 1) > 0:
         keys_MKD, values_MKD, start = keys_MKD[unseen:], values_MKD[unseen:], spec.window - 1
     num_queries, num_keys = len(q_nHD), len(keys_MKD)
@@ -129,7 +149,7 @@ def sdpa_row(
         mixed = _sdpa(grouped_KGD, keys_KMD, values_KMD, scale=spec.scale)
         return mixed.reshape(q_nHD.shape)
     causal = start == 0 and (spec.window is None or num_keys <= spec.window)
-    mask = None if causal else _visible(num_queries, num_keys, start, spec.window, q_nHD.device)
+    mask = None if causal else visible(num_queries, num_keys, start, spec.window, q_nHD.device)
     mixed = _sdpa(
         q_nHD.transpose(0, 1),
         keys_KMD,
@@ -156,6 +176,13 @@ def fit_sdpa(context: PartContext) -> Fit | Unfit:
     return Fit(50, "torch's own kernel")
 
 
+def fit_tiled(context: PartContext) -> Fit:
+    """The choice of fp32 on CPUs, where everything else is bitwise too."""
+    if context.engine.dtype == "float32" and context.engine.device == "cpu":
+        return Fit(60, "fixed tiles: an answer's bits do not depend on batches or chunks")
+    return Fit(20, "fixed tiles in fp32")
+
+
 def build_eager(_: PartContext) -> RowByRowAttention:
     """Make the oracle."""
     return RowByRowAttention(eager_row)
@@ -164,3 +191,11 @@ def build_eager(_: PartContext) -> RowByRowAttention:
 def build_sdpa(_: PartContext) -> RowByRowAttention:
     """Make the backend that calls torch's kernel."""
     return RowByRowAttention(sdpa_row)
+
+
+def build_tiled(context: PartContext) -> RowByRowAttention:
+    """Make the backend of fixed tiles. What it rests on was measured on CPUs."""
+    levels: dict[str, Invariance] = {}
+    if context.engine.device == "cpu":
+        levels = dict.fromkeys(("float32", "float16", "bfloat16"), "bitwise")
+    return RowByRowAttention(tiled_row, levels)
