@@ -111,7 +111,8 @@ class _Composer:
 
         quantizers: tuple[Quantizer, ...] = select.many("quantizer", config.quantizer, context)
         kernels: tuple[Kernels, ...] = select.many("kernels", config.kernels, context)
-        ops_for = partial(resolve, self._kernel_sets(kernels), formats=["dense", *(q.format for q in quantizers)])
+        formats = ["dense", *(q.format for q in quantizers)]
+        ops_for = partial(resolve, self._kernel_sets(kernels), formats=formats, device=engine.device)
         ops: Ops = ops_for(dtype=engine.dtype)
         attention: AttentionBackend = select.one("attention", config.attention, context)
         orders = self._orders(attention, ops)

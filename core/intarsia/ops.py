@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch.nn import functional
 
 from intarsia.errors import PluginError, did_you_mean
@@ -132,6 +132,14 @@ OPS: Mapping[str, Kernel] = {
     )
 }
 
+
+def references(device: str) -> tuple[Kernel, ...]:
+    """Return the reference of each op for a device. What `linear` promises was measured on CPUs, and holds there."""
+    if device.startswith("cpu"):
+        return tuple(OPS.values())
+    return tuple(evolve(kernel, invariance={}) if kernel.op == "linear" else kernel for kernel in OPS.values())
+
+
 #: Ops that are chosen anew for each weight format.
 BY_FORMAT = ("embedding", "linear")
 
@@ -192,13 +200,16 @@ class Ops:
         return {name: choice.kernel.invariance.get(dtype, "numeric") for name, choice in self.choices.items()}
 
 
-def resolve(sets: Sequence[tuple[str, Sequence[Kernel]]], dtype: str, formats: Sequence[str]) -> Ops:
+def resolve(
+    sets: Sequence[tuple[str, Sequence[Kernel]]], dtype: str, formats: Sequence[str], device: str = "cpu"
+) -> Ops:
     """Choose a kernel for every op, and for every weight format where the op reads weights.
 
     Args:
         sets: (provider key, its kernels), best first; the references stand behind them all.
         dtype: name of the activation dtype.
         formats: weight formats that the model's weights have.
+        device: where it runs.
 
     Returns:
         The ops, complete.
@@ -210,7 +221,7 @@ def resolve(sets: Sequence[tuple[str, Sequence[Kernel]]], dtype: str, formats: S
         for kernel in kernels:
             if kernel.op not in OPS:
                 raise PluginError(f"kernels {source!r}: there is no op {kernel.op!r}.{did_you_mean(kernel.op, OPS)}")
-    ranked = [*sets, ("torch", tuple(OPS.values()))]
+    ranked = [*sets, ("torch", references(device))]
 
     def first(op: str, weight_format: str | None) -> OpChoice:
         for source, kernels in ranked:

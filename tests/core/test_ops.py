@@ -358,3 +358,9 @@ def test_an_op_promises_what_its_kernel_says_and_numeric_where_it_says_nothing()
     assert (promised["linear[dense]"], promised["rms_norm"]) == ("bitwise", "bitwise")
     half = ops.invariance("bfloat16")
     assert (half["silu_mul"], half["linear[dense]"], half["rms_norm"]) == ("numeric", "numeric", "bitwise")
+
+
+def test_what_was_measured_on_cpus_is_not_promised_elsewhere():
+    assert resolve([], "float32", ["dense"]).invariance("float32")["linear[dense]"] == "bitwise"
+    elsewhere = resolve([], "float32", ["dense"], "cuda:0").invariance("float32")
+    assert elsewhere["linear[dense]"] == "numeric" and elsewhere["rms_norm"] == "bitwise"

@@ -83,7 +83,7 @@ def _parts(parts: dict[str, Any]) -> Table:
     listed = table("slot", "part", "provider", "by", "why", whole=("slot", "by"))
     for slot, chosen in parts.items():
         for part in chosen.get("all", [chosen]):
-            options = "".join(f"\n{name} = {value}" for name, value in part["options"].items())
+            options = "".join(f"\n{name} = {json.dumps(value)}" for name, value in part["options"].items())
             cells = (slot, part["key"] + options, part["provider"], part["asked_by"], part["reason"])
             listed.add_row(*map(_text, cells))
     return listed

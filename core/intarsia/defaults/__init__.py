@@ -62,10 +62,10 @@ def provide_models() -> list[Provider]:
 def provide_kernels() -> list[Provider]:
     """The torch reference of every op."""
 
-    def build(_: PartContext) -> Any:
+    def build(context: PartContext) -> Any:
         from intarsia.defaults.torch_kernels import TorchKernels
 
-        return TorchKernels()
+        return TorchKernels(context.engine.device)
 
     return [Provider(key="torch", summary="every op through torch: the reference", build=build)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from intarsia.ops import OPS
+from intarsia.ops import references
 from intarsia.protocols import Kernel
 
 
@@ -14,6 +14,8 @@ from intarsia.protocols import Kernel
 class TorchKernels:
     """Every op through torch."""
 
+    device: str
+
     def kernels(self) -> Sequence[Kernel]:
         """Return the reference of each op."""
-        return tuple(OPS.values())
+        return references(self.device)
