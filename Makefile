@@ -1,10 +1,11 @@
 # Everything here makes its own set-up: a fresh clone needs Python 3.11 or newer and nothing else.
 PYTHON ?= python3
 VENV := .venv
+PEERS ?= .peers
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format docs setup clean
+.PHONY: demo test test-slow lint format docs peers setup clean
 
 demo: setup  ## stream SmolLM2's answer to a question, then figures and the parts that ran
 	$(BIN)/intarsia generate -m smollm2 --chat --temperature 0 --max-tokens 64 --report "What is the capital of France?"
@@ -28,6 +29,9 @@ format: setup
 
 docs: setup  ## rewrite the generated pages: docs/hooks.md, docs/config.md
 	$(BIN)/python docs/generate.py
+
+peers:  ## other engines for `intarsia bench --peer`, each in a venv of its own under PEERS; about 10 minutes
+	PYTHON="$(PYTHON)" contrib/intarsia_bench/peers/setup.sh "$(PEERS)"
 
 setup: $(READY)
 

@@ -239,10 +239,10 @@ def measure(path, dtype, quantizer="none"):
     return json.loads(done.stdout)
 
 
-def check_memory(facts):
-    """The weights and one tensor, and 20 MB for what the allocator keeps."""
+def check_memory(facts, kept=20 * MB):
+    """The weights and one tensor, and what the allocator keeps."""
     assert facts["weights"] <= facts["grown"] + 2 * MB, "what was measured cannot be true"
-    assert facts["grown"] <= facts["weights"] + facts["largest"] + 20 * MB, facts
+    assert facts["grown"] <= facts["weights"] + facts["largest"] + kept, facts
 
 
 @pytest.fixture(scope="module")
@@ -276,4 +276,6 @@ def test_loading_a_folder_takes_the_weights_and_one_tensor_of_memory(middling, d
 def test_quantizing_while_loading_takes_the_packed_weights_and_one_dense_tensor(middling):
     facts = measure(middling, "float32", "packed")
     assert facts["weights"] < 40 * MB < facts["largest"] + 40 * MB
-    check_memory(facts)
+    # Dense tensors come and go between packed ones that stay. glibc gives blocks back to the system one by one only
+    # above a threshold that it raises to 32 MB; all of these are smaller.
+    check_memory(facts, kept=20 * MB + 32 * MB)
