@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from intarsia.hookspecs import hookimpl
-from intarsia.protocols import PartContext
-from intarsia.types import Fit, Provider
+from intarsia.types import Fit, Provider, lazy
 from intarsia_inflight.options import InflightOptions
 
 
 @hookimpl
 def provide_schedulers() -> list[Provider]:
     """The in-flight scheduler."""
-
-    def build(context: PartContext) -> Any:
-        from intarsia_inflight.scheduler import InflightScheduler
-
-        return InflightScheduler(context.options, context.parts["cache"])
-
     return [
         Provider(
             key="inflight",
@@ -26,6 +17,6 @@ def provide_schedulers() -> list[Provider]:
             options=InflightOptions,
             requires=("cache",),
             fit=lambda _: Fit(50, "fills every step anew"),
-            build=build,
+            build=lazy("intarsia_inflight.scheduler:build"),
         )
     ]

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from intarsia.errors import OverloadedError
-from intarsia.protocols import CacheAllocator, SequenceView
+from intarsia.protocols import CacheAllocator, PartContext, SequenceView
 from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
 from intarsia_inflight.options import InflightOptions
 from intarsia_inflight.queue import Entry, Queue
@@ -240,3 +240,8 @@ class InflightScheduler:
             want=Want.LAST if stop == known else Want.NONE,
             pages=self.allocator.pages(sequence.sequence_id),
         )
+
+
+def build(context: PartContext) -> InflightScheduler:
+    """Make the scheduler over the cache's books."""
+    return InflightScheduler(context.options, context.parts["cache"])

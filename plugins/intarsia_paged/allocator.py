@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
+from intarsia.protocols import CacheContext
 from intarsia.types import CacheLayout, CacheMove, CacheStats, SequenceId
 from intarsia_paged import hashing
 from intarsia_paged.options import PagedOptions
@@ -240,3 +241,8 @@ class PagedAllocator:
         return CacheStats(
             num_pages=self.num_pages, used=used, free=free, cached=cached, shared=shared, wasted_slots=wasted
         )
+
+
+def build(context: CacheContext) -> PagedAllocator:
+    """Make the books for the layout that the composition agreed on."""
+    return PagedAllocator(context.options, context.layout, context.num_pages)

@@ -471,7 +471,7 @@ def test_other_errors_of_validators_are_wrapped_with_the_path(kind):
 
 
 def test_a_validators_own_config_error_passes_through():
-    with pytest.raises(ConfigError, match=r"^cache\.page_size: 0 is not at least 1$"):
+    with pytest.raises(ConfigError, match=r"^cache\.page_size: 'page_size' must be >= 1: 0$"):
         structure(CacheOptions, {"page_size": 0}, "cache")
 
 

@@ -305,5 +305,5 @@ def test_a_full_queue_is_an_overload_error_with_the_numbers_and_changes_nothing(
 @pytest.mark.parametrize("name", ["max_batch", "max_waiting"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_options_below_one_are_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"scheduler\.{name}: {value} is not at least 1"):
+    with pytest.raises(ValueError, match=rf"'{name}' must be >= 1: {value}"):
         evolve(StaticOptions(), **{name: value})

@@ -185,7 +185,7 @@ def test_a_full_queue_is_an_overload_and_changes_nothing():
 
 @pytest.mark.parametrize("name", ["max_batch", "max_tokens", "max_waiting", "ageing_steps"])
 def test_options_are_at_least_one(name):
-    with pytest.raises(ConfigError, match=rf"scheduler.{name}: 0 is not at least 1"):
+    with pytest.raises(ValueError, match=rf"'{name}' must be >= 1: 0"):
         InflightOptions(**{name: 0})
 
 

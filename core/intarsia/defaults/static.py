@@ -8,16 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from attrs import Attribute, Factory, define, field, frozen
+from attrs import Factory, define, field, frozen
+from attrs.validators import ge
 
-from intarsia.errors import ConfigError, OverloadedError
+from intarsia.errors import OverloadedError
 from intarsia.protocols import CacheAllocator, PartContext, SequenceView
 from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
-
-
-def _at_least_one(_: object, attribute: Attribute[int], value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"scheduler.{attribute.name}: {value} is not at least 1", field=f"scheduler.{attribute.name}")
 
 
 @frozen(kw_only=True)
@@ -25,9 +21,9 @@ class StaticOptions:
     """Options of static batching."""
 
     #: sequences a batch
-    max_batch: int = field(default=8, validator=_at_least_one)
+    max_batch: int = field(default=8, validator=ge(1))
     #: sequences that may wait; beyond it a request is answered with an overload error
-    max_waiting: int = field(default=4096, validator=_at_least_one)
+    max_waiting: int = field(default=4096, validator=ge(1))
 
 
 @define

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from intarsia.ops import references
-from intarsia.protocols import Kernel
+from intarsia.protocols import Kernel, PartContext
 
 
 @frozen
@@ -19,3 +19,8 @@ class TorchKernels:
     def kernels(self) -> Sequence[Kernel]:
         """Return the reference of each op."""
         return references(self.device)
+
+
+def build(context: PartContext) -> TorchKernels:
+    """Make the references for the engine's device."""
+    return TorchKernels(context.engine.device)

@@ -166,3 +166,8 @@ class EagerRunner:
         """Return fp32 logits (L, V) of some tokens."""
         normed = self.ops.rms_norm(hidden_TE[rows_L], self.norm, self.spec.norm_eps)
         return self.ops.linear(normed, self.head).float()
+
+
+def build(context: RunnerContext) -> EagerRunner:
+    """Make the runner around loaded weights."""
+    return EagerRunner.build(context)

@@ -28,6 +28,7 @@ from intarsia.types.config import (
     PluginsOptions,
     Provider,
     Unfit,
+    lazy,
 )
 from intarsia.types.model import (
     DENSE,
@@ -113,5 +114,6 @@ __all__ = [
     "WeightFormat",
     "WeightMap",
     "dense",
+    "lazy",
     "parse_bytes",
 ]

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Literal
 
 from attrs import Attribute, field, frozen
+from attrs.validators import ge
 
 from intarsia.errors import ConfigError
 
@@ -47,17 +48,12 @@ def _size(_: object, attribute: Attribute[str], value: str) -> None:
         ) from None
 
 
-def _positive(_: object, attribute: Attribute[int], value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"cache.{attribute.name}: {value!r} is not at least 1", field=f"cache.{attribute.name}")
-
-
 @frozen(kw_only=True)
 class CacheOptions:
     """Options that every cache allocator has; its own options class inherits them."""
 
     #: slots a page, in tokens
-    page_size: int = field(default=16, validator=_positive)
+    page_size: int = field(default=16, validator=ge(1))
     #: bytes for keys and values, such as "2GiB"; auto is half of what is free beside the weights
     memory: str = field(default="auto", validator=_size)
     #: how entries are stored: auto is the engine's dtype

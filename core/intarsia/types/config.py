@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
-from attrs import Attribute, Factory, field, frozen
-
-from intarsia.errors import ConfigError
+from attrs import Factory, field, frozen
+from attrs.validators import ge, optional
 
 #: The key that leaves a choice to composition, and the one that leaves an optional slot empty.
 AUTO = "auto"
@@ -46,11 +46,6 @@ class ModelChoice:
     options: Mapping[str, Any] = Factory(dict)
 
 
-def _at_least_one(_: object, attribute: Attribute[Any], value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"engine.{attribute.name}: {value} is not at least 1", field=f"engine.{attribute.name}")
-
-
 @frozen(kw_only=True)
 class PluginsOptions:
     """Which plugins may take part, by entry-point name.
@@ -73,9 +68,9 @@ class EngineOptions:
     #: of weights and activations; auto is bfloat16 where the device has bf16 dot products, else float32
     dtype: Dtype = "auto"
     #: prompt and answer together, in tokens; None is what the model was trained for
-    max_model_len: int | None = field(default=None, validator=_at_least_one)
+    max_model_len: int | None = field(default=None, validator=optional(ge(1)))
     #: CPU threads; None is one a physical core
-    threads: int | None = field(default=None, validator=_at_least_one)
+    threads: int | None = field(default=None, validator=optional(ge(1)))
     #: the least promise of equal tokens that the composition must keep
     invariance: Invariance = "numeric"
     #: where requests without a seed take theirs from; None is the operating system
@@ -124,6 +119,21 @@ class Unfit:
     """A part that cannot serve a context, and why: the reason is shown to users."""
 
     reason: str
+
+
+def lazy(where: str) -> Callable[[Any], Any]:
+    """Return a function that calls `module:name`, which is imported at the first call.
+
+    For a provider's `fit` and `build`, so that listing plugins imports nothing heavy:
+    `Provider(key="mine", summary="...", build=lazy("my_package.scheduler:build"))`.
+    """
+    module, _, name = where.partition(":")
+
+    def call(context: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(context)
+
+    call.__qualname__ = call.__name__ = where
+    return call
 
 
 def _always(_: object) -> Fit:
