@@ -126,7 +126,8 @@ class Engine:
             InvalidRequestError: a prompt or its parameters cannot be run; then none has run.
         """
         asked = self._prompts.split(prompts)
-        each = [params or SamplingParams()] * len(asked) if not isinstance(params, SequenceABC) else list(params)
+        params = SamplingParams() if params is None else params
+        each = list(params) if isinstance(params, SequenceABC) else [params] * len(asked)
         if len(each) != len(asked):
             raise InvalidRequestError(f"params: {len(each)} for {len(asked)} prompts; give one, or one a prompt")
         requests = [self._named(prompt, one) for prompt, one in zip(asked, each, strict=True)]
@@ -144,19 +145,21 @@ class Engine:
         Raises:
             InvalidRequestError: the prompt or its parameters cannot be run; raised here, before the first output.
         """
-        request = self._named(prompt, params or SamplingParams())
+        request = self._named(prompt, SamplingParams() if params is None else params)
         sequences = self._enter(request, claimed=True)
         return Stream(partial(self._next_output, request.request_id), partial(self._abandon, [request]), len(sequences))
 
     def _next_output(self, request_id: str) -> Output:
         """Return the next output of a claimed request that is not finished."""
+        self._check_open()
         inbox = self._inboxes[request_id]
         while not inbox:
             self._step()
         return inbox.pop(0)
 
     def _named(self, prompt: Prompt, params: SamplingParams) -> Request:
-        return Request(request_id=f"local-{next(self._names)}", prompt=prompt, params=params)
+        names = (f"local-{number}" for number in self._names)
+        return Request(request_id=next(n for n in names if not self._in_use(n)), prompt=prompt, params=params)
 
     def _abandon(self, requests: Iterable[Request]) -> None:
         """Forget requests of our own, finished or not, and what they still had to say."""
@@ -201,7 +204,7 @@ class Engine:
     def _enter(self, request: Request, *, claimed: bool) -> list[Sequence]:
         """Make a request's sequences and hand them to the scheduler: all of them, or none."""
         self._check_open()
-        if self._of(request.request_id) or request.request_id in self._inboxes:
+        if self._in_use(request.request_id):
             raise InvalidRequestError(
                 f"request_id: {request.request_id!r} is in use by a request that is not finished", field="request_id"
             )
@@ -308,6 +311,9 @@ class Engine:
     def _remove(self, sequence: Sequence) -> None:
         self.parts.scheduler.remove(sequence.sequence_id)
         self._sequences.pop(sequence.sequence_id, None)
+
+    def _in_use(self, request_id: str) -> bool:
+        return request_id in self._inboxes or bool(self._of(request_id))
 
     def _of(self, request_id: str) -> list[Sequence]:
         """The unfinished sequences of a request."""

@@ -374,6 +374,26 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(engine):
     assert is_idle(engine)
 
 
+def test_names_of_our_own_keep_clear_of_those_that_clients_chose(tiny):
+    with engine_of(tiny[0]) as engine:
+        for number in range(3):
+            engine.add(Request(request_id=f"local-{number}", prompt=[1, 2], params=GREEDY))
+        (answer,) = engine.generate([[5, 6]], GREEDY)
+        assert answer.request_id not in ("local-0", "local-1", "local-2")
+        assert len(list(engine.stream([5, 6], GREEDY))) == len(answer.token_ids)
+
+
+@pytest.mark.parametrize("params", [{}, {"max_tokens": 3}, [{}], [None], 5, 0, iter([GREEDY])])
+def test_params_of_another_type_are_refused(engine, params):
+    with pytest.raises(InvalidRequestError, match="is not SamplingParams"):
+        engine.generate([[1]], params)
+    with pytest.raises(InvalidRequestError, match="is not SamplingParams"):
+        engine.stream([1], params)
+    with pytest.raises(InvalidRequestError, match="is not SamplingParams"):
+        Request(request_id="a", prompt=[1], params=params)
+    assert is_idle(engine)
+
+
 @pytest.mark.parametrize("name", ["", "x" * 257, "new\nline", 5])
 def test_request_ids_are_short_and_printable(name):
     with pytest.raises(InvalidRequestError, match="request_id"):
@@ -534,6 +554,16 @@ def test_a_closed_engine_refuses_and_closes_twice(tiny):
     engine.close()
     with pytest.raises(ExecutionError, match="closed"):
         engine.generate([[1]])
+
+
+def test_a_stream_whose_engine_is_closed_says_so(tiny):
+    engine = engine_of(tiny[0])
+    stream = engine.stream([1, 2], GREEDY)
+    next(stream)
+    engine.close()
+    with pytest.raises(ExecutionError, match="it is closed"):
+        next(stream)
+    stream.close()
 
 
 class Idle:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from attrs import Attribute, Factory, field, frozen
+from attrs import Attribute, field, frozen
 
 from intarsia.errors import InvalidRequestError
 
@@ -121,7 +121,7 @@ class Request:
 
     request_id: str = field()
     prompt: Prompt
-    params: SamplingParams = Factory(SamplingParams)
+    params: SamplingParams = field(factory=SamplingParams)
     priority: int = field(default=0)
     cache_salt: str = field(default="")
 
@@ -130,6 +130,14 @@ class Request:
         if not isinstance(value, str) or not 0 < len(value) <= 256 or not value.isprintable():
             shown = repr(value if not isinstance(value, str) or len(value) <= 64 else value[:64] + "...")
             raise InvalidRequestError(f"request_id: {shown} is not 1 to 256 printable characters", field="request_id")
+
+    @params.validator
+    def _(self, _: Attribute[SamplingParams], value: object) -> None:
+        if not isinstance(value, SamplingParams):
+            raise InvalidRequestError(
+                f"params: a {type(value).__name__} is not SamplingParams, such as SamplingParams(max_tokens=32)",
+                field="params",
+            )
 
     @priority.validator
     def _(self, _: Attribute[int], value: object) -> None:
