@@ -261,6 +261,11 @@ def _register(plugins: Sequence[Plugin]) -> pluggy.PluginManager:
             function = getattr(plugin.module, name, None)
             if callable(function) and manager.parse_hookimpl_opts(plugin.module, name) is None:
                 raise PluginError(f"{plugin}: {name} is not marked with @hookimpl of intarsia.hookspecs")
+        if not manager.get_hookcallers(plugin.module):
+            raise PluginError(
+                f"{plugin}: {shown(plugin.module)} implements no hook; a plugin is a module or an object whose "
+                "functions are marked with @hookimpl of intarsia.hookspecs"
+            )
     try:
         manager.check_pending()
     except pluggy.PluginValidationError as error:

@@ -375,6 +375,12 @@ def test_a_misspelt_hook_is_refused_with_the_nearest():
         discover(b=offering("provide_schedulers", []), a=offering("provide_schedulars", []))
 
 
+@pytest.mark.parametrize("module", ["intarsia_paged", None, {}, types.SimpleNamespace(build=print)])
+def test_a_plugin_without_any_hook_is_refused(module):
+    with pytest.raises(PluginError, match=r"plugin 'a' \(- -\): .* implements no hook"):
+        discover(a=module)
+
+
 def test_a_hook_without_its_mark_is_refused():
     with pytest.raises(PluginError, match=r"plugin 'a' .*provide_runners is not marked with @hookimpl"):
         discover(a=types.SimpleNamespace(provide_runners=lambda: [provider("x")]))
