@@ -35,7 +35,8 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read or parsed, or a section, key, type or value is wrong.
     """
-    assert not isinstance(overrides, str), "overrides are a list"
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: {shown(overrides)} is one text; give a list of them, [{shown(overrides)}]")
     if isinstance(source, EngineConfig):
         if not overrides:
             return source

@@ -92,7 +92,7 @@ def _listed(prompts: Any) -> list[Any]:
     """Take lists, tuples, arrays and tensors alike."""
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
-    if isinstance(prompts, Mapping | bytes) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, Mapping | bytes | bytearray) or not hasattr(prompts, "__iter__"):
         raise InvalidRequestError(
             f"prompt: {prompts!r} is not a prompt; a prompt is text, token ids or a list of messages", field="prompt"
         )

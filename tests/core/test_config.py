@@ -64,6 +64,11 @@ def test_nothing_is_the_default_config():
     assert load_config() == load_config(None) == load_config({}) == EngineConfig()
 
 
+def test_one_text_is_no_list_of_overrides():
+    with pytest.raises(ConfigError, match=r"give a list of them, \['cache.page_size=32'\]"):
+        load_config({}, "cache.page_size=32")
+
+
 def test_a_config_passes_through_and_takes_overrides():
     config = EngineConfig(scheduler=Choice("static", {"max_batch": 8}))
     assert load_config(config) is config

@@ -195,6 +195,7 @@ def test_an_answer_ends_with_the_context(short, length, answered):
         (5, ["5"]),
         (None, ["None"]),
         (b"bytes", ["bytes"]),
+        (bytearray(b"bytes"), ["bytes"]),
     ],
 )
 def test_a_prompt_that_cannot_run_is_refused_by_name(short, prompt, words):
