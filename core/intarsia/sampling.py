@@ -53,14 +53,15 @@ def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[i
 
 @define
 class _State:
-    """What is known of one sequence: its parameters, and the ids so far."""
+    """What is known of one sequence: its parameters, the ids so far, and what failed before its first token."""
 
     params: SamplingParams
     seed: int
     choice: int
     num_prompt: int
     token_ids: list[int]
-    processors: tuple[LogitsProcessor, ...]
+    processors: list[LogitsProcessor]
+    error: str | None
 
 
 @define
@@ -77,13 +78,21 @@ class Sampler:
 
     def enter(self, entered: Entered) -> None:
         """Take a sequence, or take it again after a preemption."""
+        processors, error = [], None
+        for processor in self.processors:
+            try:
+                if processor.applies(entered.params):
+                    processors.append(processor)
+            except Exception as raised:  # as in `_process`: it ends this sequence alone
+                error = _blame(processor, raised)
         self._states[entered.sequence_id] = _State(
             entered.params,
             entered.seed,
             entered.sequence_id[1],
             entered.num_prompt,
             list(entered.token_ids),
-            tuple(p for p in self.processors if p.applies(entered.params)),
+            processors,
+            error,
         )
 
     def leave(self, sequence_id: SequenceId) -> None:
@@ -169,14 +178,20 @@ def accept(drafts: Sequence[int], picks: Sequence[int]) -> list[int]:
 def _process(task: _Task, logits_LV: torch.Tensor) -> str | None:
     """Run a row's logits processors at each of its positions; return what went wrong, if anything."""
     state = task.state
+    if state.error:
+        return state.error
     for depth, index in enumerate(task.span):
         for processor in state.processors:
             before = [*state.token_ids, *task.drafts[:depth]]
             try:
                 processor.process(state.params, state.num_prompt, before, logits_LV[index])
             except Exception as error:  # a third party's code, whatever it raises, ends this row alone
-                return f"logits processor {type(processor).__name__}: {type(error).__name__}: {error}"
+                return _blame(processor, error)
     return None
+
+
+def _blame(processor: LogitsProcessor, error: Exception) -> str:
+    return f"logits processor {type(processor).__name__}: {type(error).__name__}: {error}"
 
 
 #: In place of a token, where logits hold NaN, or nothing that may be chosen.

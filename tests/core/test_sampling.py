@@ -336,6 +336,20 @@ def test_a_processor_that_raises_ends_its_own_row():
     assert "Broken" in results[1].error and "grammar" in results[1].error
 
 
+def test_a_processor_that_cannot_say_whether_it_applies_ends_that_sequence():
+    class Torn:
+        def applies(self, params):
+            if params.seed == 13:
+                raise KeyError("grammar")
+            return False
+
+    sampler = Sampler(VOCAB, (Torn(),))
+    ids = [enter(sampler, "a", SamplingParams(temperature=0)), enter(sampler, "b", SamplingParams(seed=13))]
+    results = sampler.choose([row(i) for i in ids], random_logits(2))
+    assert results[0].error is None and results[0].token_ids
+    assert "Torn" in results[1].error and "grammar" in results[1].error
+
+
 def test_a_processor_that_forbids_everything_is_an_error_not_a_token():
     class Nothing:
         def applies(self, params):
