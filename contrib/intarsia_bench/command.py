@@ -1,0 +1,277 @@
+"""`intarsia bench`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from attrs import frozen
+
+from intarsia.cli.loading import check_model, loading
+from intarsia.cli.options import config_options
+from intarsia.cli.signals import Signals
+from intarsia.cli.terminal import show, write
+from intarsia.protocols import Context
+from intarsia.types import EngineConfig
+from intarsia_bench.peer import MODELS, Peer, command_of
+from intarsia_bench.peers import workloads
+from intarsia_bench.plot import check_can_plot, plot
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from intarsia.protocols import Progress
+    from intarsia_bench.capacity import Capacity
+    from intarsia_bench.composition import Composition
+    from intarsia_bench.limits import Meter
+    from intarsia_bench.trace import Trace, TracedStep
+
+
+class BenchCommand:
+    """The command, as a part."""
+
+    def command(self) -> click.Command:
+        """Return the click command."""
+        return bench
+
+
+def build(context: Context) -> BenchCommand:
+    """Make the part."""
+    del context
+    return BenchCommand()
+
+
+@frozen(kw_only=True)
+class _Asked:
+    """What was asked for, checked as far as it can be before anything loads."""
+
+    config: EngineConfig
+    names: tuple[str, ...]
+    repeats: int
+    vs: tuple[str, ...]
+    peers: dict[str, list[str]]
+    plot: Path | None
+
+
+@click.command()
+@config_options
+@click.option(
+    "--workload",
+    "names",
+    type=click.Choice(list(workloads.ALL)),
+    multiple=True,
+    help="Run this one. Repeatable. [default: all]",
+)
+@click.option("--repeat", "repeats", type=click.IntRange(1), default=3, metavar="N", help="Repeats. [default: 3]")
+@click.option("--vs", multiple=True, metavar="PART=KEY", help="Of a second composition, run in turn. Repeatable.")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="NAME[:MODEL]",
+    help=f"Another engine, run in turn: {', '.join(MODELS)}. Repeatable.",
+)
+@click.option(
+    "--peers",
+    "home",
+    type=click.Path(path_type=Path),
+    envvar="INTARSIA_PEERS",
+    default=".peers",
+    metavar="DIR",
+    help="Where `make peers` has put them; INTARSIA_PEERS. [default: .peers]",
+)
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE", help="A picture, .png or .svg.")
+@click.option("--capacity", is_flag=True, help="How many requests of `mixed` a cache holds at once; runs no model.")
+@click.option("--profile", "wants_profile", is_flag=True, help="Where the time of a decode16 step goes.")
+@click.option("--json", "wants_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def bench(
+    signals: Signals,
+    *,
+    config: EngineConfig,
+    names: tuple[str, ...],
+    repeats: int,
+    vs: tuple[str, ...],
+    peers: tuple[str, ...],
+    home: Path,
+    plot_file: Path | None,
+    capacity: bool,
+    wants_profile: bool,
+    wants_json: bool,
+) -> None:
+    """Measure an engine, others in turn with it, and the machine's limits.
+
+    Workloads are fixed: greedy, prompts of random ids. The figure is the median of the repeats; repeats of all engines
+    alternate. docs/benchmarks.md says what is measured and how the limits are found.
+    """
+    check_model(config)
+    if (capacity and wants_profile) or ((capacity or wants_profile) and (names or peers or plot_file)):
+        raise click.UsageError("--capacity and --profile stand alone: without each other, --workload, --peer or --plot")
+    asked = _Asked(
+        config=config,
+        names=tuple(dict.fromkeys(names)) or tuple(workloads.ALL),
+        repeats=repeats,
+        vs=vs,
+        peers={peer: command_of(peer, home) for peer in dict.fromkeys(peers)},
+        plot=plot_file,
+    )
+    if plot_file is not None:
+        check_can_plot(plot_file)
+    with signals.held():
+        import intarsia.engine  # noqa: F401  Python breaks imports off badly
+    if capacity:
+        _show_capacity(asked, wants_json=wants_json)
+    elif wants_profile:
+        _show_profile(asked, wants_json=wants_json)
+    else:
+        _show_rates(asked, wants_json=wants_json)
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def _show_rates(asked: _Asked, *, wants_json: bool) -> None:
+    from intarsia_bench import report
+    from intarsia_bench.latency import DEFINITIONS
+    from intarsia_bench.limits import ModelCost
+    from intarsia_bench.rounds import run_rounds
+
+    traces = _traces(asked)
+    with _quietly() as progress, contextlib.ExitStack() as stack:
+        ours = _open(asked, progress, stack, traces)
+        threads = ours[0].engine.parts.engine.threads or 1
+        peers = [stack.enter_context(contextlib.closing(peer)) for peer in _peers(asked, threads, progress)]
+        meter = _meter(ours)
+        series = run_rounds([*ours, *peers], asked.names, asked.repeats, progress=progress, before_round=meter.sample)
+        subjects = {
+            one.name: report.Subject(ModelCost.of(one.engine.parts), one.engine.parts.engine.dtype, meter.limits)
+            for one in ours
+        }
+        if asked.plot is not None:
+            plot({one.name: _record(one, trace, asked) for one, trace in zip(ours, traces, strict=True)}, asked.plot)
+    measured = report.rows(series, subjects)
+    if wants_json:
+        write(json.dumps(measured, indent=2) + "\n")
+        return
+    _show_all(report.rates_table(measured), report.latencies_table(measured))
+    for line in (*report.machine_lines(meter.limits, threads), *DEFINITIONS.values()):
+        write(line + "\n")
+
+
+def _open(
+    asked: _Asked, progress: Progress, stack: contextlib.ExitStack, traces: Sequence[Trace] = ()
+) -> list[Composition]:
+    from intarsia_bench.composition import Composition
+    from intarsia_bench.variants import side_by_side
+
+    opened = []
+    for index, (name, config) in enumerate(side_by_side(asked.config, asked.vs).items()):
+        composition = Composition.open(
+            name,
+            config,
+            workload_names=asked.names,
+            plugins={"bench-trace": traces[index]} if traces else {},
+            progress=progress,
+        )
+        opened.append(stack.enter_context(contextlib.closing(composition)))
+    return opened
+
+
+def _peers(asked: _Asked, threads: int, progress: Progress) -> Iterator[Peer]:
+    for index, (name, command) in enumerate(asked.peers.items()):
+        progress(f"starting {name}", index, len(asked.peers))
+        yield Peer.start(name, command, threads)
+
+
+def _meter(ours: Sequence[Composition]) -> Meter:
+    from intarsia_bench.limits import Meter
+
+    engines = [one.engine.parts.engine for one in ours]
+    return Meter(tuple(dict.fromkeys([*(e.dtype for e in engines), "bfloat16", "float32"])), engines[0].device)
+
+
+def _traces(asked: _Asked) -> list[Trace]:
+    from intarsia_bench.trace import Trace
+
+    return [Trace() for _ in range(2 if asked.vs else 1)] if asked.plot is not None else []
+
+
+def _record(composition: Composition, trace: Trace, asked: _Asked) -> dict[str, list[TracedStep]]:
+    """Run each workload once more, after all measurements: reading the books takes time."""
+    from intarsia_bench.composition import run
+
+    recorded = {}
+    for name in asked.names:
+        trace.start()
+        run(composition.engine, workloads.work(name, asked.repeats))
+        recorded[name] = trace.take()
+    return recorded
+
+
+# --- capacity and profile ---------------------------------------------------------------------------------------------
+
+
+def _show_capacity(asked: _Asked, *, wants_json: bool) -> None:
+    from intarsia_bench import report
+    from intarsia_bench.capacity import MEMORY, capacity, longest_request
+    from intarsia_bench.variants import variants, with_memory
+
+    with _quietly() as progress:
+        found: list[Capacity] = []
+        both = variants(with_memory(asked.config, MEMORY), asked.vs or ("cache=contiguous",))
+        for max_model_len in (longest_request(), None):
+            for name, config in both.items():
+                progress(f"capacity: {name}", len(found), 2 * len(both))
+                found.append(capacity(name, config, max_model_len=max_model_len))
+    plain = report.capacities(found)
+    if wants_json:
+        write(json.dumps(plain, indent=2) + "\n")
+        return
+    _show_all(report.capacities_table(plain))
+    write(
+        "requests of `mixed` that run at once while others wait, in caches of equal bytes; ratio: to the other cache\n"
+    )
+
+
+def _show_profile(asked: _Asked, *, wants_json: bool) -> None:
+    from attrs import asdict
+
+    from intarsia_bench import report
+    from intarsia_bench.profiling import profile
+
+    with _quietly() as progress, contextlib.ExitStack() as stack:
+        profiles = {
+            one.name: profile(one.engine, asked.repeats) for one in _open(_only_decode16(asked), progress, stack)
+        }
+    if wants_json:
+        write(json.dumps({name: asdict(one) for name, one in profiles.items()}, indent=2) + "\n")
+        return
+    _show_all(report.profile_table(profiles))
+    write(f"medians of {min(one.num_steps for one in profiles.values())} decode16 steps\n")
+
+
+def _only_decode16(asked: _Asked) -> _Asked:
+    from attrs import evolve
+
+    return evolve(asked, names=("decode16",))
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[Progress]:
+    """Show progress on a terminal, and keep what plugins print out of the answer."""
+    with loading() as progress, contextlib.redirect_stdout(sys.stderr):
+        yield progress
+
+
+def _show_all(*tables: RenderableType | Any) -> None:
+    for one in tables:
+        show(one)
+        write("\n")
