@@ -207,10 +207,7 @@ def _pick(tasks: Sequence[_Task], logits_LV: torch.Tensor) -> list[int]:
     """Return the target's own token for each row of logits."""
     if not tasks:
         return []
-    best_L = logits_LV.max(dim=-1)
-    picks: list[int] = best_L.indices.tolist()
-    for index in (~best_L.values.isfinite()).nonzero().flatten().tolist():
-        picks[index] = _FAILED
+    picks = _likeliest(logits_LV)
     sampled = [
         (index, task, task.first_position + depth)
         for task in tasks
@@ -225,6 +222,19 @@ def _pick(tasks: Sequence[_Task], logits_LV: torch.Tensor) -> list[int]:
         probabilities = target_probabilities(logits_LV[indices], [s.params for s in states])
         for index, token in zip(indices, draw(probabilities, draws), strict=True):
             picks[index] = token
+    return picks
+
+
+def _likeliest(logits_LV: torch.Tensor) -> list[int]:
+    """Return the likeliest id of each row, of equal ones the lowest; _FAILED where its logit is not finite."""
+    if logits_LV.device.type == "cpu":
+        # Several times as fast as torch's, which finds indices one by one and wakes its threads for it.
+        rows = logits_LV.numpy()
+        ids = rows.argmax(axis=-1)
+        finite = np.isfinite(rows[np.arange(len(rows)), ids])
+        return np.where(finite, ids, _FAILED).tolist()  # type: ignore[no-any-return]
+    best = logits_LV.max(dim=-1)
+    picks: list[int] = torch.where(best.values.isfinite(), best.indices, _FAILED).tolist()
     return picks
 
 

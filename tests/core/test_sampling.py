@@ -321,6 +321,14 @@ def test_logits_processors_see_drafts_and_apply_where_they_say():
     assert results[1].token_ids == (3,)
 
 
+def test_of_equal_logits_the_lowest_id_is_chosen():
+    logits_LV = torch.zeros(2, VOCAB)
+    logits_LV[1, [3, 7]] = 1.0
+    sampler = Sampler(VOCAB)
+    ids = [enter(sampler, name, SamplingParams(temperature=0)) for name in "ab"]
+    assert [result.token_ids for result in sampler.choose([row(i) for i in ids], logits_LV)] == [(0,), (3,)]
+
+
 def test_a_processor_that_raises_ends_its_own_row():
     class Broken:
         def applies(self, params):
