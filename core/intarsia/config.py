@@ -22,6 +22,8 @@ from intarsia.types import AUTO, NONE, CacheOptions, Choice, EngineConfig, Engin
 
 __all__ = ["as_dict", "fingerprint", "load_config", "structure"]
 
+#: No config is as long; a device or a model that was named by mistake can have no end.
+_MAX_BYTES = 2**20
 _SECTIONS = tuple(field.name for field in attrs.fields(EngineConfig))
 
 
@@ -86,11 +88,15 @@ def _choice_dict(choice: Choice, path: str) -> dict[str, Any]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this config file: {error.strerror or error}") from None
     except ValueError as error:  # not UTF-8, or a NUL in the path
         raise ConfigError(f"{str(path)!r}: not a config file: TOML is UTF-8 text ({error})") from None
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path}: not a config file: it is longer than {_MAX_BYTES} bytes")
     try:
         data = tomllib.loads(text)
     except RecursionError:

@@ -105,6 +105,7 @@ def test_a_syntax_error_at_the_end_names_the_line_too(tmp_path):
         (b"engine.seed = " + b"9" * 50, "engine.seed"),
         (b"scheduler.until = 2024-01-01", "scheduler.until"),
         (b"[cache]\n[cache]\n", "line 2"),
+        (b"# " + b"x" * 2**20, "longer than 1048576 bytes"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path, content, word):
@@ -118,6 +119,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert "missing.toml" in str(refused(tmp_path / "missing.toml"))
     assert str(tmp_path) in str(refused(tmp_path))
     assert "not a config file" in str(refused("a\0b"))
+    assert "longer than" in str(refused("/dev/zero"))
 
 
 def test_a_byte_order_mark_is_tolerated(tmp_path):
