@@ -19,7 +19,7 @@ from intarsia.hookspecs import KINDS, kind_of
 from intarsia.plugins import Offer, Registry
 from intarsia.protocols import Context, PartContext, Selection
 from intarsia.structuring import shown
-from intarsia.types import AUTO, NONE, Choice, Fit, Unfit
+from intarsia.types import AUTO, NONE, Choice, Fit, ModelChoice, Unfit
 
 #: Makes the context of a kind of part, given (by keyword) the `options` of the one that is tried.
 ContextOf = Callable[..., Context]
@@ -36,6 +36,11 @@ class UnfitError(CompositionError):
 def config_path(slot: str) -> str:
     """Return where a slot's choice stands in a config."""
     return f"model.{slot}" if slot in ("loader", "family") else slot
+
+
+def _options_path(path: str) -> str:
+    """Return where the options of the part at this path stand: those of a loader beside the model's own keys."""
+    return "model" if path == config_path("loader") else path
 
 
 def titled(offer: Offer) -> str:
@@ -264,7 +269,7 @@ class Selector:
         required = self._required(offer)
         try:
             with blamed("its options", offer):
-                options: Any = structure(provider.options, choice.options, path, owner=provider.key)
+                options: Any = structure(provider.options, choice.options, _options_path(path), owner=provider.key)
         except ConfigError as error:
             return _Candidate(offer, error)
         if isinstance(required, Unfit):
@@ -340,6 +345,7 @@ def _raise_wrong_options(refused: Sequence[_Candidate], choice: Choice, path: st
             raise candidate.fit
     if not wrong:
         return
+    path = _options_path(path)
     everything = {option for options in known.values() for option in options}
     name = next((option for option in choice.options if option not in everything), None)
     if name is None:  # every option is some part's, and no part takes them all
@@ -349,6 +355,7 @@ def _raise_wrong_options(refused: Sequence[_Candidate], choice: Choice, path: st
             field=path,
         )
     owners = " or ".join(map(repr, known))
+    beside = {f.name for f in attrs.fields(ModelChoice)} - {"options"} if path == "model" else set()
     raise ConfigError(
-        f"{path}.{name}: unknown option of {owners}.{did_you_mean(name, everything)}", field=f"{path}.{name}"
+        f"{path}.{name}: unknown option of {owners}.{did_you_mean(name, everything | beside)}", field=f"{path}.{name}"
     )

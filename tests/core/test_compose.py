@@ -128,6 +128,17 @@ def test_a_tie_below_the_highest_rank_does_not_matter(model):
     assert composed(model, plugin).selection("scheduler").provider.key == "c"
 
 
+@pytest.mark.parametrize("loader", ["auto", "safetensors"])
+def test_a_mistyped_key_of_the_model_is_named_where_it_stands(model, loader):
+    config = load_config({"model": {"use": str(model), "loader": loader, "revison": "main"}})
+    with pytest.raises(ConfigError) as caught:
+        compose(config, Registry.discover(PluginsOptions(allow=())))
+    error = caught.value
+    assert error.field == "model.revison"
+    assert str(error).startswith("model.revison: unknown option")
+    assert loader != "auto" or "Did you mean 'revision'?" in str(error)
+
+
 def test_where_nothing_fits_each_reason_is_told(model):
     out = [provider(key, slot="loader", fit=lambda _, key=key: Unfit(f"{key} cannot")) for key in ("mmap", "zip")]
     empty = model.parent / "empty"
