@@ -69,7 +69,8 @@ class Peer:
             ExecutionError: it does not come up.
         """
         # How our own threads wait is no matter of theirs.
-        environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+        ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+        environment = {key: value for key, value in os.environ.items() if key not in ours}
         log = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the peer
         process = subprocess.Popen(  # noqa: S603  a fixed script with a Python that the user named
             command,

@@ -193,6 +193,11 @@ def test_setup_names_the_peers_that_bench_knows_and_refuses_others(tmp_path):
         assert f"make_{name}()" in text
     assert subprocess.run(["bash", "-n", SCRIPTS / "setup.sh"], check=False).returncode == 0
     assert os.access(SCRIPTS / "setup.sh", os.X_OK)
+    refused = subprocess.run(
+        [SCRIPTS / "setup.sh", tmp_path / "peers", "vlm"], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2 and "no peer 'vlm'" in refused.stderr
+    assert not (tmp_path / "peers").exists()
     assert "contrib/intarsia_bench/peers/setup.sh" in (ROOT / "Makefile").read_text()
 
 

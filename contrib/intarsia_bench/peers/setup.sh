@@ -6,6 +6,12 @@ here=$(cd "$(dirname "$0")" && pwd)
 dir=${1:?usage: setup.sh DIR [PEER...]}
 shift
 [ $# -gt 0 ] || set -- transformers vllm openvino llamacpp
+for peer in "$@"; do
+  case $peer in
+  transformers | vllm | openvino | llamacpp) ;;
+  *) echo "setup.sh: no peer '$peer'; known: transformers vllm openvino llamacpp" >&2 && exit 2 ;;
+  esac
+done
 mkdir -p "$dir/models" "$dir/dl"
 cd "$dir"
 
@@ -59,9 +65,4 @@ make_llamacpp() {
 }
 
 fetch_model
-for peer in "$@"; do
-  case $peer in
-  transformers | vllm | openvino | llamacpp) "make_$peer" ;;
-  *) echo "setup.sh: no peer '$peer'; known: transformers vllm openvino llamacpp" >&2 && exit 2 ;;
-  esac
-done
+for peer in "$@"; do "make_$peer"; done
