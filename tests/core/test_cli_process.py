@@ -108,6 +108,9 @@ def test_closed_streams_do_no_harm(model):
     assert subprocess.run(["sh", "-c", f"{command} <&- >&-"], capture_output=True, timeout=PATIENCE_S).stderr == b""
     done = subprocess.run(["sh", "-c", f"{shlex.join(MAIN)} generate -c none.toml x 2>&-"], capture_output=True)
     assert (done.returncode, done.stdout) == (2, b"")
+    talk = shlex.join([*MAIN, "chat", "-m", str(model), *CONFIG])
+    done = subprocess.run(["sh", "-c", f"{talk} <&-"], capture_output=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 # --- a terminal -------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class _Session:
         """Return the next message; EOFError at the end."""
         if self.is_interactive:
             return _ask().strip()
-        line = sys.stdin.readline()
+        line = sys.stdin.readline() if sys.stdin is not None else ""
         if not line:
             raise EOFError
         return line.strip()
