@@ -118,7 +118,7 @@ class _Composer:
         orders = self._orders(attention, ops)
 
         with blamed("accepts or num_bytes", *(chosen.offer for chosen in select.of("quantizer"))):
-            weights = weight_bytes(model.weight_map, quantizers, engine.dtype)
+            weights = weight_bytes(model.weight_map, quantizers, ops, engine.dtype)
         cache, runner, layout = self._place(context, attention, ops, orders, weights)
         drafter: Drafter | None = select.one("drafter", config.drafter, context)
         processors: tuple[LogitsProcessor, ...] = select.many("logits_processors", config.logits_processors, context)
@@ -132,6 +132,7 @@ class _Composer:
             layout=layout,
             num_pages=cache.num_pages,
             num_ids=model.num_ids,
+            ops=ops,
             attention=attention,
             quantizers=quantizers,
             build_runner=runner.build,

@@ -89,6 +89,7 @@ class LocalExecutor:
             dtype=getattr(torch, engine.dtype),
             device=device,
             quantizers=context.quantizers,
+            ops=context.ops,
             progress=progress,
         )
         self._runner = context.build_runner(weights)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from intarsia.errors import CompositionError
-from intarsia.models.weights import num_parameters
+from intarsia.models.weights import EMBED, HEAD
+from intarsia.ops import Ops
 from intarsia.protocols import CacheAllocator, CacheContext, Quantizer
 from intarsia.types import AUTO, CacheGroup, CacheLayout, CacheOptions, DecoderSpec, Dtype, WeightMap, parse_bytes
 
@@ -53,17 +54,21 @@ def lay_out(spec: DecoderSpec, options: CacheOptions, order: str, dtype: Dtype) 
     )
 
 
-def weight_bytes(weight_map: WeightMap, quantizers: Sequence[Quantizer], dtype: Dtype) -> int:
-    """Return bytes of all weights as they will be in memory: dense ones in `dtype`, quantized ones as they come out."""
+def weight_bytes(weight_map: WeightMap, quantizers: Sequence[Quantizer], ops: Ops, dtype: Dtype) -> int:
+    """Return bytes of all weights as they will be in memory.
+
+    Dense ones are in `dtype`, quantized ones as they come out, packed ones as large as before; a tied head that is
+    packed is a weight of its own.
+    """
     itemsize: int = getattr(torch, dtype).itemsize
-    total = num_parameters(weight_map) * itemsize
+    total = 0
     for name, source in weight_map.tensors.items():
-        before = torch.Size(source.shape).numel() * itemsize
+        size, weight_format = torch.Size(source.shape).numel() * itemsize, "dense"
         for quantizer in quantizers:
             if len(source.shape) == 2 and quantizer.accepts(name, source.shape):
-                after = quantizer.num_bytes(name, source.shape)
-                total += after - before
-                before = after
+                size, weight_format = quantizer.num_bytes(name, source.shape), quantizer.format
+        has_twin = name == EMBED and HEAD not in weight_map.tensors and ops.packs(weight_format)
+        total += 2 * size if has_twin else size
     return total
 
 

@@ -161,7 +161,7 @@ class Ops:
     """
 
     choices: Mapping[str, OpChoice]
-    _linear: Mapping[str, Callable[..., torch.Tensor]] = field(init=False, repr=False)
+    _linear: dict[str, Callable[..., torch.Tensor]] = field(init=False, repr=False)
     _embedding: Mapping[str, Callable[..., torch.Tensor]] = field(init=False, repr=False)
     rms_norm: Callable[..., torch.Tensor] = field(init=False, repr=False)
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = field(init=False, repr=False)
@@ -182,10 +182,22 @@ class Ops:
                 if name.startswith(f"{op}[")
             }
             object.__setattr__(self, f"_{op}", chosen)
+        for name, choice in self.choices.items():
+            if choice.kernel.packed and name.startswith("linear["):
+                self._linear[choice.kernel.packed] = choice.kernel.call
 
     def linear(self, x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         """Run the `linear` kernel of the weight's format."""
         return self._linear[weight.format.name](x_TC, weight, bias_N)
+
+    def pack(self, weight: Weight) -> Weight:
+        """Return the weight as the `linear` kernel of its format reads it best; itself where that packs nothing."""
+        pack = self.choices[f"linear[{weight.format.name}]"].kernel.pack
+        return weight if pack is None else pack(weight)
+
+    def packs(self, weight_format: str) -> bool:
+        """Whether `pack` makes another weight of one in this format."""
+        return self.choices[f"linear[{weight_format}]"].kernel.pack is not None
 
     def embedding(self, ids_T: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         """Run the `embedding` kernel of the weight's format."""

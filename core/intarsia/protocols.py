@@ -176,6 +176,7 @@ class ExecutorContext(PartContext):
     layout: CacheLayout
     num_pages: int
     num_ids: int
+    ops: Any
     attention: AttentionBackend
     quantizers: tuple[Quantizer, ...]
     build_runner: Callable[[Mapping[str, Weight | torch.Tensor]], Runner]
@@ -252,6 +253,9 @@ class Kernel:
         orders: cache axis orders it reads, for ops on the cache; empty elsewhere.
         dtypes: activation dtypes, by name; empty is all.
         invariance: what it promises of a row's result when the batch around the row changes, by dtype name.
+        pack: for `linear`: turns a weight of its formats into what `call` reads best, once, while weights load. `call`
+            still reads weights that are not packed.
+        packed: name of the weight format that `pack` makes.
     """
 
     op: str
@@ -260,6 +264,8 @@ class Kernel:
     orders: frozenset[str] = frozenset()
     dtypes: frozenset[str] = frozenset()
     invariance: Mapping[str, Invariance] = Factory(dict)
+    pack: Callable[[Weight], Weight] | None = None
+    packed: str = ""
 
 
 class Kernels(Protocol):

@@ -741,7 +741,8 @@ def test_a_demand_that_a_part_does_not_keep_names_it_and_what_would_do(model):
 
 def test_a_demand_in_bfloat16_names_every_part_that_keeps_less(model):
     plugin = offering(attention=backend("exact"))
-    error = refusal(CompositionError, model, plugin, attention="sdpa", engine=demanding("bitwise", "bfloat16"))
+    demand = demanding("bitwise", "bfloat16")
+    error = refusal(CompositionError, model, plugin, attention="sdpa", kernels="torch", engine=demand)
     for word in ("attention 'sdpa' keeps 'neighbours'", "linear[dense] of kernels 'torch' keeps 'numeric'"):
         assert word in str(error)
     ways = str(error).partition("what would do: ")[2].split(" or ")
@@ -861,7 +862,8 @@ def quantized_reference(model: torch.nn.Module) -> torch.nn.Module:
 def test_a_quantized_engine_computes_what_its_weights_say_and_its_plan_has_their_exact_bytes(tmp_path, dtype):
     path, dense = tiny_llama(tmp_path, layers=2, tie=True)
     weights: dict = {}
-    engine = started(path, quantizer="rows", plugins={"q": QUANTIZERS, "c": catching(weights)}, engine={"dtype": dtype})
+    plugins = {"q": QUANTIZERS, "c": catching(weights)}
+    engine = started(path, quantizer="rows", kernels="torch", plugins=plugins, engine={"dtype": dtype})
     with engine, torch.no_grad():
         assert {w.format.name for w in weights.values() if isinstance(w, Weight)} == {"dense", "row_int8"}
         assert bytes_of(weights) == engine.parts.weight_bytes == engine.explain()["memory"]["weights"]

@@ -203,7 +203,7 @@ def test_the_plan_is_what_the_tensors_take(tmp_path, dtype, tie):
     plugin = types.SimpleNamespace(provide_runners=hookimpl(lambda: [provider]))
     options = {"dtype": dtype, "max_model_len": 100, "plugins": {"allow": []}}
     cache = {"page_size": 8, "memory": "1000000"}
-    with engine_of(path, engine=options, cache=cache, plugins=[plugin]) as engine:
+    with engine_of(path, engine=options, cache=cache, kernels="torch", plugins=[plugin]) as engine:
         plan = engine.explain()["memory"]
         itemsize = 4 if dtype == "float32" else 2
         tensors = [t for w in weights.values() for t in (w.tensors.values() if isinstance(w, Weight) else [w])]

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from intarsia.defaults.contiguous import ContiguousAllocator
 from intarsia.defaults.static import StaticOptions, StaticScheduler
-from intarsia.errors import ConfigError, OverloadedError
+from intarsia.errors import OverloadedError
 from intarsia.types import RowResult, SamplingParams, Want
 
 PAGE = 4

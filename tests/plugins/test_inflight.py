@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from intarsia.defaults.contiguous import ContiguousAllocator
-from intarsia.errors import ConfigError, OverloadedError
+from intarsia.errors import OverloadedError
 from intarsia.types import CacheGroup, CacheLayout
 from intarsia_inflight.options import InflightOptions
 from intarsia_inflight.scheduler import InflightScheduler

@@ -38,13 +38,19 @@ def provide_models() -> list[Provider]:
 
 @hookimpl
 def provide_kernels() -> list[Provider]:
-    """The torch reference of every op."""
+    """The torch reference of every op, and oneDNN's product."""
     return [
         Provider(
             key="torch",
             summary="every op through torch: the reference",
             build=lazy("intarsia.defaults.torch_kernels:build"),
-        )
+        ),
+        Provider(
+            key="onednn",
+            summary="bf16 matrix products on CPUs, weights laid out once",
+            fit=lazy("intarsia.defaults.onednn:fit"),
+            build=lazy("intarsia.defaults.onednn:build"),
+        ),
     ]
 
 

@@ -50,7 +50,8 @@ class _Keys:
 
     def gather(self, stored: torch.Tensor, order: str) -> torch.Tensor:
         """Return keys (or values) as (M, K, D); slots past the last one are not read."""
-        chosen = stored[self.pages]
+        # index_select copies whole pages; indexing would walk over their numbers one by one.
+        chosen = stored[self.pages] if isinstance(self.pages, slice) else stored.index_select(0, self.pages)
         if order == "PKSD":
             chosen = chosen.transpose(1, 2)
         return chosen.flatten(0, 1)[: self.count]

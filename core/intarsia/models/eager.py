@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 
 from intarsia.models.rope import cos_sin
-from intarsia.models.weights import Weights
+from intarsia.models.weights import HEAD, Weights
 from intarsia.ops import Ops
 from intarsia.protocols import AttentionBackend, CacheStorage, RunnerContext
 from intarsia.types import AttentionSpec, CacheLayout, DecoderSpec, ForwardBatch, LayerSpec, RopeSpec, Weight
@@ -113,7 +113,7 @@ class EagerRunner:
             embed=embed,
             layers=tuple(_Layer.named(weights, i, layer, group_of[i]) for i, layer in enumerate(spec.layers)),
             norm=_vector(weights, "norm"),
-            head=embed if spec.tied else _Linear.named(weights, "head").weight,
+            head=_Linear.named(weights, "head").weight if HEAD in weights else embed,
             angles=_Angles(tables),
         )
 

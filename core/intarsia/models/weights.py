@@ -23,10 +23,13 @@ from typing import TypeAlias
 import torch
 
 from intarsia.errors import CheckpointError
+from intarsia.ops import Ops
 from intarsia.protocols import Progress, Quantizer
 from intarsia.types import Checkpoint, TensorSource, Weight, WeightMap, dense
 
 Weights: TypeAlias = Mapping[str, Weight | torch.Tensor]
+
+EMBED, HEAD = "embed.weight", "head.weight"
 
 _SHOWN = 5
 
@@ -70,11 +73,13 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     quantizers: Sequence[Quantizer],
+    ops: Ops,
     progress: Progress,
 ) -> Weights:
-    """Read every tensor into its run dtype, and quantize it at once where a quantizer takes it.
+    """Read every tensor into its run dtype; at once quantize it where a quantizer takes it, and pack it for its kernel.
 
-    Anonymous memory grows by the weights and one tensor: tensors are read one by one, straight to their final place.
+    A tied head has a weight of its own only where it is packed. Anonymous memory grows by the weights and one tensor:
+    tensors are read one by one, straight to their final place.
 
     Raises:
         CheckpointError: a tensor cannot be read or quantized; names it.
@@ -84,9 +89,12 @@ def load_weights(
     done = 0
     for name, source in weight_map.tensors.items():
         tensor = _read(checkpoint, source, dtype).to(device)
-        weights[name] = _quantized(name, dense(tensor), quantizers) if tensor.dim() == 2 else tensor
+        weights[name] = _ready(name, dense(tensor), quantizers, ops) if tensor.dim() == 2 else tensor
         done += tensor.numel()
         progress("loading weights", done, total)
+    embed = weights.get(EMBED)
+    if isinstance(embed, Weight) and HEAD not in weights and ops.packs(embed.format.name):
+        weights[HEAD] = ops.pack(embed)
     return weights
 
 
@@ -99,8 +107,9 @@ def _read(checkpoint: Checkpoint, source: TensorSource, dtype: torch.dtype) -> t
     return whole
 
 
-def _quantized(name: str, weight: Weight, quantizers: Sequence[Quantizer]) -> Weight:
+def _ready(name: str, weight: Weight, quantizers: Sequence[Quantizer], ops: Ops) -> Weight:
     for quantizer in quantizers:
         if quantizer.accepts(name, weight.shape):
             weight = quantizer.quantize(name, weight)
-    return weight
+    # Rows of the embedding are looked up, not multiplied.
+    return weight if name == EMBED else ops.pack(weight)
