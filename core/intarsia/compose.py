@@ -24,7 +24,9 @@ from intarsia.protocols import (
     CacheAllocator,
     CacheContext,
     Drafter,
+    EngineHandle,
     ExecutorContext,
+    FrontendContext,
     Kernel,
     Kernels,
     LoaderContext,
@@ -140,6 +142,7 @@ class _Composer:
             logits_processors=processors,
         )
         executor = select.one("executor", config.executor, executor_context)
+        self._check_frontends(engine)
         self._check_provided()
         return Parts(
             engine=engine,
@@ -352,6 +355,16 @@ class _Composer:
         return cache, placed
 
     # --- the whole --------------------------------------------------------------------------------------------------
+
+    def _check_frontends(self, engine: EngineOptions) -> None:
+        """Choose the ways in, which whoever serves builds around the engine."""
+
+        def start_engine() -> EngineHandle:
+            raise AssertionError("a frontend starts its engine when it serves")
+
+        context = partial(FrontendContext, engine=engine, config=self.config, start_engine=start_engine)
+        for choice in self.config.frontend:
+            self.select.choose("frontend", choice, context)
 
     def _check_provided(self) -> None:
         """A part that brings what another slot is for rules out naming a part there."""

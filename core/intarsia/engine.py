@@ -13,6 +13,7 @@ import logging
 import random
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import partial
@@ -26,7 +27,7 @@ from attrs import define, field
 from intarsia.completions import collect
 from intarsia.compose import compose
 from intarsia.config import load_config
-from intarsia.errors import ExecutionError, InvalidRequestError
+from intarsia.errors import ExecutionError, InvalidRequestError, OverloadedError
 from intarsia.explain import explain
 from intarsia.observers import Observers
 from intarsia.plugins import Registry
@@ -124,6 +125,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be run; then none has run.
+            OverloadedError: the queue has no room for one of them, even when it is empty of the others.
         """
         asked = self._prompts.split(prompts)
         params = SamplingParams() if params is None else params
@@ -131,13 +133,27 @@ class Engine:
         if len(each) != len(asked):
             raise InvalidRequestError(f"params: {len(each)} for {len(asked)} prompts; give one, or one a prompt")
         requests = [self._named(prompt, one) for prompt, one in zip(asked, each, strict=True)]
+        groups = [self._read(request) for request in requests]
         try:
-            sequences = [self._enter(request, claimed=True) for request in requests]
-            while any(s.finish_reason is None for group in sequences for s in group):
-                self._step()
-            return [collect(group, self._inboxes[group[0].request.request_id]) for group in sequences]
+            self._run_all(groups)
+            return [collect(group, self._inboxes[group[0].request.request_id]) for group in groups]
         finally:
             self._abandon(requests)
+
+    def _run_all(self, groups: list[list[Sequence]]) -> None:
+        """Run requests of our own to their ends; where the queue is full, the rest follows as it empties."""
+        waiting, entered = deque(groups), deque[list[Sequence]]()
+        while waiting or entered:
+            try:
+                while waiting:
+                    self._enter(waiting[0], claimed=True)
+                    entered.append(waiting.popleft())
+            except OverloadedError:
+                if not entered:
+                    raise
+            self._step()
+            while entered and all(s.finish_reason is not None for s in entered[0]):
+                entered.popleft()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Answer one prompt as it comes. Leaving the loop, or closing the stream, cancels the request.
@@ -146,7 +162,8 @@ class Engine:
             InvalidRequestError: the prompt or its parameters cannot be run; raised here, before the first output.
         """
         request = self._named(prompt, SamplingParams() if params is None else params)
-        sequences = self._enter(request, claimed=True)
+        sequences = self._read(request)
+        self._enter(sequences, claimed=True)
         return Stream(partial(self._next_output, request.request_id), partial(self._abandon, [request]), len(sequences))
 
     def _next_output(self, request_id: str) -> Output:
@@ -177,7 +194,7 @@ class Engine:
             InvalidRequestError: it cannot be run, or its id is in use; nothing has changed.
             OverloadedError: the queue is full; nothing has changed.
         """
-        self._enter(request, claimed=False)
+        self._enter(self._read(request), claimed=False)
         return request.request_id
 
     def step(self) -> list[Output]:
@@ -201,8 +218,8 @@ class Engine:
         """Whether `step` has something to do or to return."""
         return bool(self._sequences or self._unclaimed)
 
-    def _enter(self, request: Request, *, claimed: bool) -> list[Sequence]:
-        """Make a request's sequences and hand them to the scheduler: all of them, or none."""
+    def _read(self, request: Request) -> list[Sequence]:
+        """Check a request and make its sequences; nothing of the engine changes but the seeds it draws."""
         self._check_open()
         if self._in_use(request.request_id):
             raise InvalidRequestError(
@@ -213,7 +230,7 @@ class Engine:
         self._check_fits(max_total)
         seed = params.seed if params.seed is not None else self._draw_seed()
         now = time.perf_counter()
-        sequences = [
+        return [
             Sequence(
                 request=request,
                 choice=choice,
@@ -227,18 +244,20 @@ class Engine:
             )
             for choice in range(params.n)
         ]
+
+    def _enter(self, group: SequenceABC[Sequence], *, claimed: bool) -> None:
+        """Hand a request's sequences to the scheduler: all of them, or none."""
         try:
-            for sequence in sequences:
+            for sequence in group:
                 self.parts.scheduler.add(sequence)
                 self._sequences[sequence.sequence_id] = sequence
         except BaseException:
-            for sequence in sequences:
+            for sequence in group:
                 self._remove(sequence)
             raise
         if claimed:
-            self._inboxes[request.request_id] = []
-        self._counts["prompt_tokens"] += len(token_ids)
-        return sequences
+            self._inboxes[group[0].request.request_id] = []
+        self._counts["prompt_tokens"] += group[0].num_prompt
 
     def _check_fits(self, max_total: int) -> None:
         """Refuse at once what would wait for ever."""

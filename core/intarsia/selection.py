@@ -203,7 +203,7 @@ class Selector:
         path = path or config_path(slot)
         if choice.use == AUTO:
             candidates = [self._try(offer, choice, path, context_of) for offer in self._offers(slot)]
-            chosen = _best(candidates, choice, path)
+            chosen = _best(candidates, choice, path, self.registry.left_out)
         else:
             named = self._try(self.registry.find(slot, choice.use), choice, path, context_of)
             if isinstance(named.fit, ConfigError):
@@ -308,14 +308,15 @@ class Selector:
         return parts
 
 
-def _best(candidates: Sequence[_Candidate], choice: Choice, path: str) -> Chosen:
+def _best(candidates: Sequence[_Candidate], choice: Choice, path: str, left_out: Sequence[str]) -> Chosen:
     """Choose the candidate of the highest rank, and say over which."""
     fitting = sorted((c for c in candidates if isinstance(c.fit, Fit)), key=lambda c: c.rank, reverse=True)
     refused = [c for c in candidates if not isinstance(c.fit, Fit)]
     if not fitting:
         _raise_wrong_options(refused, choice, path)
         refusals = "; ".join(c.refusal for c in refused) or "No plugin offers one"
-        raise UnfitError(f"{path}: nothing that is installed fits. {refusals}.", field=path)
+        out = f" Plugins left out by plugins.allow or .block: {', '.join(left_out)}." if left_out else ""
+        raise UnfitError(f"{path}: nothing that is there fits. {refusals}.{out}", field=path)
     best, *others = fitting
     tied = [best, *(c for c in others if c.rank == best.rank)]
     if len(tied) > 1:

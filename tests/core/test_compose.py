@@ -1022,7 +1022,15 @@ def test_composing_reads_no_weights(model, monkeypatch):
     assert composed(model).weight_bytes > 0
 
 
-def test_frontends_are_left_to_who_serves(model):
+def test_frontends_are_chosen_and_left_for_who_serves_to_build(model):
     served = provider(slot="frontend", build=broken)
     parts = composed(model, offering(frontend=served), frontend="fake")
-    assert "frontend" not in {s.slot for s in parts.selections}
+    assert parts.selection("frontend").provider.key == "fake"
+
+
+@pytest.mark.parametrize(
+    ("frontend", "words"), [("zmp", ["zmp", "fake"]), ({"use": "fake", "port": 1}, ["port", "fake"])]
+)
+def test_a_frontend_that_is_not_there_or_takes_no_such_option_is_refused(model, frontend, words):
+    error = refusal(ConfigError, model, offering(frontend=provider(slot="frontend")), frontend=frontend)
+    assert all(word in str(error) for word in words)

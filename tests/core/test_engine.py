@@ -121,6 +121,17 @@ def test_tokens_and_logprobs_do_not_depend_on_neighbours(leveled, data):
     assert crowded.logprobs == alone.logprobs
 
 
+def test_numbers_of_numpy_are_numbers(engine):
+    params = SamplingParams(
+        max_tokens=np.int64(3), temperature=np.float32(0), seed=np.uint64(7), stop_token_ids=np.array([9, 8])
+    )
+    assert (params.max_tokens, params.seed, params.stop_token_ids) == (3, 7, (9, 8))
+    assert all(type(v) in (int, float) for v in (params.max_tokens, params.temperature, *params.stop_token_ids))
+    assert engine.generate([[1]], params)
+    with pytest.raises(InvalidRequestError, match="nan"):
+        SamplingParams(temperature=np.float32("nan"))
+
+
 def test_unseeded_requests_differ_and_say_their_seed(engine):
     params = SamplingParams(temperature=1.5, max_tokens=16, ignore_eos=True)
     completions = engine.generate([[1, 2]] * 20, params)
@@ -455,6 +466,16 @@ def test_a_full_queue_is_an_overload_and_changes_nothing(tiny):
         while engine.has_work:
             finished |= {o.request_id for o in engine.step() if o.finish_reason == "length"}
         assert finished == {"a", "b", "e"}
+        assert is_idle(engine)
+
+
+def test_a_list_longer_than_the_queue_is_answered_as_it_empties(tiny):
+    prompts = [[1 + i] for i in range(9)]
+    with engine_of(tiny[0], scheduler={"use": "inflight", "max_batch": 2, "max_waiting": 3}) as engine:
+        found = engine.generate(prompts, GREEDY)
+        assert [c.token_ids for c in found] == [engine.generate([p], GREEDY)[0].token_ids for p in prompts]
+        with pytest.raises(OverloadedError):
+            engine.generate([[1]], SamplingParams(n=4))
         assert is_idle(engine)
 
 

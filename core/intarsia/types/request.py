@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias
 
 from attrs import Attribute, field, frozen
@@ -16,30 +17,30 @@ Message: TypeAlias = Mapping[str, Any]
 #: Text, token ids, or the messages of a chat.
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
-_SEED_BITS = 64
-
 
 def _reject(name: str, value: object, right: str) -> InvalidRequestError:
     return InvalidRequestError(f"sampling.{name}: {value!r} is not {right}", field=f"sampling.{name}")
 
 
-def _number(low: float, high: float, right: str, *, integer: bool = False, optional: bool = False) -> Any:
-    """A validator: a finite number from `low` to `high`, both included; bools and NaN are refused."""
+def _as_plain(value: Any) -> Any:
+    """Make numpy's numbers plain; what is no number goes to the validator as it is."""
+    if isinstance(value, int | float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+
+
+def _number(default: float | None, low: float, high: float, right: str, *, whole: bool = False) -> Any:
+    """A field for a finite number from `low` to `high`, both included, or None where that is the default."""
 
     def check(_: object, attribute: Attribute[Any], value: object) -> None:
-        if value is None and optional:
+        if value is None and default is None:
             return
-        kinds = (int,) if integer else (int, float)
-        known = isinstance(value, kinds) and not isinstance(value, bool)
+        known = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
         # NaN fails every comparison, and whole numbers of any size compare with inf.
         if not known or not low <= value <= high or value == math.inf:  # type: ignore[operator]
             raise _reject(attribute.name, value, right)
 
-    return check
-
-
-def _whole(low: float, right: str, *, optional: bool = False) -> Any:
-    return _number(low, math.inf, right, integer=True, optional=optional)
+    return field(default=default, converter=_as_plain, validator=check)
 
 
 def _flag(_: object, attribute: Attribute[Any], value: object) -> None:
@@ -61,9 +62,13 @@ def _ids(_: object, attribute: Attribute[Any], value: tuple[object, ...]) -> Non
 
 def _as_tuple(value: Any) -> Any:
     """One text or id is short for a list of one; what is neither goes to the validator as it is."""
-    if isinstance(value, str | int | float):
+    if isinstance(value, str | Real):
         return (value,)
-    return tuple(value) if isinstance(value, Sequence | set | frozenset) else (value,)
+    return tuple(value) if isinstance(value, Sequence | set | frozenset) or hasattr(value, "tolist") else (value,)
+
+
+def _as_ids(value: Any) -> Any:
+    return tuple(_as_plain(token) for token in _as_tuple(value))
 
 
 @frozen(kw_only=True)
@@ -90,23 +95,18 @@ class SamplingParams:
         InvalidRequestError: a value is out of range; names the field, the value and what would be right.
     """
 
-    max_tokens: int | None = field(default=None, validator=_whole(1, "a whole number from 1", optional=True))
-    temperature: float = field(default=1.0, validator=_number(0, 1e4, "a finite number from 0 to 10000"))
-    top_k: int = field(default=0, validator=_whole(0, "a whole number from 0; 0 keeps all"))
-    top_p: float = field(default=1.0, validator=_number(0, 1, "a number from 0 to 1"))
-    seed: int | None = field(
-        default=None,
-        validator=_number(0, 2**_SEED_BITS - 1, "a whole number from 0, below 2**64", integer=True, optional=True),
-    )
-    n: int = field(default=1, validator=_number(1, 128, "a whole number from 1 to 128", integer=True))
+    max_tokens: int | None = _number(None, 1, math.inf, "a whole number from 1", whole=True)
+    temperature: float = _number(1.0, 0, 1e4, "a finite number from 0 to 10000")
+    top_k: int = _number(0, 0, math.inf, "a whole number from 0; 0 keeps all", whole=True)
+    top_p: float = _number(1.0, 0, 1, "a number from 0 to 1")
+    seed: int | None = _number(None, 0, 2**64 - 1, "a whole number from 0, below 2**64", whole=True)
+    n: int = _number(1, 1, 128, "a whole number from 1 to 128", whole=True)
     stop: tuple[str, ...] = field(default=(), converter=_as_tuple, validator=_texts)
-    stop_token_ids: tuple[int, ...] = field(default=(), converter=_as_tuple, validator=_ids)
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=_as_ids, validator=_ids)
     ignore_eos: bool = field(default=False, validator=_flag)
     include_stop: bool = field(default=False, validator=_flag)
     skip_special_tokens: bool = field(default=True, validator=_flag)
-    logprobs: int | None = field(
-        default=None, validator=_number(0, 1000, "a whole number from 0 to 1000", integer=True, optional=True)
-    )
+    logprobs: int | None = _number(None, 0, 1000, "a whole number from 0 to 1000", whole=True)
 
 
 @frozen(kw_only=True)
