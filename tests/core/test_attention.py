@@ -212,6 +212,17 @@ def test_any_batch_equals_float64(backend, dtype, heads, head_dim, rows, window,
     check(outs, sequences, spec)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", [None, 150, 500])
+def test_long_chunks_in_the_middle_of_a_prompt_equal_float64(dtype, heads, window):
+    """From 64 queries on, sdpa attends to the keys before a chunk and to its own apart."""
+    spec = attention_spec(*HEADS[heads], 20, window=window)
+    rows = [(1, 64), (16, 63), (37, 100), (130, 70)]
+    sequences = [Sequence.random(spec, *row, seed, dtype) for seed, row in enumerate(rows)]
+    check(attend("sdpa", spec, sequences, page_size=7, scatter=3), sequences, spec)
+
+
 @backends
 @pytest.mark.parametrize("scale", [0.01, 1.0])
 def test_scores_are_multiplied_by_the_scale_of_the_spec(backend, scale):

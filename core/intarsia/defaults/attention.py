@@ -149,7 +149,10 @@ def sdpa_row(
         grouped_KGD = q_nHD.reshape(spec.num_kv_heads, -1, spec.head_dim)
         mixed = _sdpa(grouped_KGD, keys_KMD, values_KMD, scale=spec.scale)
         return mixed.reshape(q_nHD.shape)
-    causal = start == 0 and (spec.window is None or num_keys <= spec.window)
+    sees_all = spec.window is None or num_keys <= spec.window
+    if sees_all and start > 0 and num_queries >= _SPLIT and q_nHD.device.type == "cpu":
+        return _behind_prefix(q_nHD.transpose(0, 1), keys_KMD, values_KMD, start, spec.scale).transpose(0, 1)
+    causal = start == 0 and sees_all
     mask = None if causal else visible(num_queries, num_keys, start, spec.window, q_nHD.device)
     mixed = _sdpa(
         q_nHD.transpose(0, 1),
@@ -161,6 +164,25 @@ def sdpa_row(
         enable_gqa=spec.num_heads != spec.num_kv_heads,
     )
     return mixed.transpose(0, 1)
+
+
+#: Queries of a chunk from which two products cost less than one with a mask, whose hidden half is computed too.
+_SPLIT = 64
+
+
+def _behind_prefix(
+    q_HnD: torch.Tensor, keys_KMD: torch.Tensor, values_KMD: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
+    """Attend for a chunk in the middle of its prompt: to the keys before it, and causally to its own; (H, n, D).
+
+    The two are weighed by their sums of exponentials (Dao et al. 2023, flash-decoding).
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+    q, keys, values = (tensor.unsqueeze(0) for tensor in (q_HnD, keys_KMD, values_KMD))
+    before, log_before = flash(q, keys[:, :, :start], values[:, :, :start], 0.0, False, scale=scale)
+    own, log_own = flash(q, keys[:, :, start:], values[:, :, start:], 0.0, True, scale=scale)
+    share = torch.sigmoid(log_before - log_own).unsqueeze(-1)
+    return torch.lerp(own.float(), before.float(), share).to(q.dtype).squeeze(0)
 
 
 def _sdpa(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any) -> torch.Tensor:
