@@ -22,7 +22,35 @@ from intarsia import hookspecs, protocols
 from intarsia.hookspecs import KINDS, OBSERVERS, PROJECT, Kind, hook_docs
 from intarsia.plugins import Offer, Registry
 from intarsia.structuring import type_text
-from intarsia.types import CacheOptions, EngineConfig, EngineOptions, ModelChoice, PluginsOptions, Provider
+from intarsia.types import (
+    AttentionSpec,
+    BatchPlan,
+    CacheGroup,
+    CacheLayout,
+    CacheMove,
+    CacheOptions,
+    CacheStats,
+    DecoderSpec,
+    EngineConfig,
+    EngineOptions,
+    Entered,
+    ForwardBatch,
+    LayerSpec,
+    MlpSpec,
+    ModelChoice,
+    Output,
+    PluginsOptions,
+    Provider,
+    Request,
+    RopeSpec,
+    Row,
+    RowResult,
+    SamplingParams,
+    TensorSource,
+    TokenizerSpec,
+    Weight,
+    WeightMap,
+)
 
 DOCS = Path(__file__).parent
 NOTE = "<!-- Written by docs/generate.py from the code: change that, then `make docs`. -->\n"
@@ -77,6 +105,42 @@ page_size = 32
   `-o 'kernels=["cpu"]'`. The value is TOML; what is no TOML value is a string.
 - `[plugins]` is short for `[engine.plugins]`. `plugins.allow = []` is the bare core.
 - Types are strict: `"8"` is no number. An unknown key is an error that names the nearest.
+"""
+
+
+#: What plan, step and model are described with, in the order of a request's life.
+VALUES = (
+    Request,
+    SamplingParams,
+    protocols.SequenceView,
+    BatchPlan,
+    Row,
+    Entered,
+    CacheMove,
+    ForwardBatch,
+    RowResult,
+    protocols.DraftRequest,
+    Output,
+    CacheLayout,
+    CacheGroup,
+    CacheStats,
+    DecoderSpec,
+    LayerSpec,
+    AttentionSpec,
+    MlpSpec,
+    RopeSpec,
+    TokenizerSpec,
+    TensorSource,
+    WeightMap,
+    Weight,
+    protocols.Kernel,
+)
+VALUES_INTRO = """\
+What parts give and take, from `intarsia.types` and `intarsia.protocols`; frozen, but for the engine's own sequences.
+
+A scheduler writes the whole `BatchPlan`: the rows; `entered`, each sequence with its first row and again after a
+preemption; `left`, each sequence removed since the last plan; and `moves`, from the allocator's `take_moves()`.
+`OverloadedError` takes `retry_after_s`, a hint in seconds.
 """
 
 
@@ -210,6 +274,10 @@ def hooks_page() -> str:
     for name in ("check_composition", *OBSERVERS):
         arguments = inspect.signature(getattr(hookspecs, name)).parameters
         parts += [f"## {name}\n", f"`{name}({', '.join(arguments)})`\n", _hook_text(docs[name])]
+    parts += ["## Values\n", VALUES_INTRO]
+    for value in VALUES:
+        shown = _fields_of(value) if attrs.has(value) else "\n".join([f"{prose(value.__doc__)}\n", *members(value), ""])
+        parts += [f"### {value.__name__}\n", shown]
     parts += ["## Contexts\n", "What `fit` and `build` receive. Each has the fields of the one it extends.\n"]
     contexts = {each for kind in KINDS for each in kind.context.__mro__ if attrs.has(each)}
     for context in sorted(contexts, key=lambda each: (len(each.__mro__), each.__name__)):

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ from attrs import define, field
 from intarsia.completions import collect
 from intarsia.compose import compose
 from intarsia.config import load_config
-from intarsia.errors import ExecutionError, InvalidRequestError, OverloadedError
+from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, OverloadedError
 from intarsia.explain import explain
 from intarsia.observers import Observers
 from intarsia.plugins import Registry
@@ -278,20 +279,14 @@ class Engine:
         """Plan, submit, collect, accept."""
         self._check_open()
         begun = time.perf_counter()
-        plan = self.parts.scheduler.plan()
-        self._check_progress(plan)
-        for sequence_id in plan.preempted:
-            self._sequences[sequence_id].num_computed = 0
+        with self._answerable("scheduler", "plan"):
+            plan = self.parts.scheduler.plan()
+            self._begin(plan, begun)
         if not (plan.rows or plan.left or plan.moves):
             return
-        for row in plan.rows:
-            self._sequences[row.sequence_id].begin(row, begun)
-        try:
+        with self._answerable("executor", "a step"):
             self.parts.executor.submit(plan)
             result = self.parts.executor.collect()
-        except Exception as error:
-            self._closed = f"a step failed: {type(error).__name__}: {error}"
-            raise
         if not plan.rows:
             return
         outputs = self._accept(plan, result)
@@ -302,19 +297,43 @@ class Engine:
         for output in outputs:
             self._deliver(output)
 
+    def _begin(self, plan: BatchPlan, now: float) -> None:
+        self._check_progress(plan)
+        for sequence_id in plan.preempted:
+            self._sequences[sequence_id].num_computed = 0
+        for row in plan.rows:
+            self._sequences[row.sequence_id].begin(row, now)
+
+    @contextmanager
+    def _answerable(self, slot: str, doing: str) -> Iterator[None]:
+        """Name the part that fails in the middle of a step. What it left half done closes the engine for good."""
+        try:
+            yield
+        except Exception as error:
+            chosen = self.parts.selection(slot)
+            owner = f"plugin {chosen.plugin!r} ({chosen.distribution} {chosen.version})"
+            what = f"{type(error).__name__}: {error}"
+            self._closed = f"{slot} {chosen.provider.key!r} of {owner} failed in {doing}: {what}"
+            if isinstance(error, IntarsiaError):
+                raise
+            raise ExecutionError(self._closed) from error
+
     def _accept(self, plan: BatchPlan, result: StepResult) -> list[Output]:
         """Let each sequence take its tokens, then tell the cache's books and the scheduler."""
         now = time.perf_counter()
         outputs = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
-            sequence = self._sequences[row.sequence_id]
-            output = sequence.accept(row, row_result, now)
-            if row_result.error is None:
-                self.parts.cache.commit(row.sequence_id, sequence.token_ids, sequence.num_computed)
+            output = self._sequences[row.sequence_id].accept(row, row_result, now)
             if output is not None:
                 outputs.append(output)
                 self._counts["generated_tokens"] += len(output.token_ids)
-        self.parts.scheduler.update(plan, result.rows)
+        with self._answerable("cache", "commit"):
+            for row_result in result.rows:
+                sequence = self._sequences[row_result.sequence_id]
+                if row_result.error is None:
+                    self.parts.cache.commit(sequence.sequence_id, sequence.token_ids, sequence.num_computed)
+        with self._answerable("scheduler", "update"):
+            self.parts.scheduler.update(plan, result.rows)
         for row in plan.rows:
             if self._sequences[row.sequence_id].finish_reason is not None:
                 self._remove(self._sequences[row.sequence_id])

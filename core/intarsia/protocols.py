@@ -419,6 +419,11 @@ class CacheAllocator(Protocol):
         """Pages in all."""
         ...
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a sequence can find what another with equal first tokens has computed."""
+        ...
+
     def capacity(self, max_tokens: int) -> int:
         """Return how many sequences that each grow to `max_tokens` fit at once in an empty cache."""
         ...

@@ -132,6 +132,17 @@ def _context(context_of: ContextOf, options: Any, parts: Mapping[str, Any]) -> C
     return evolve(context, parts=parts) if isinstance(context, PartContext) else context
 
 
+class _Required(dict[str, Any]):
+    """The parts that one part requires. Asking for another says how to get it."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __missing__(self, slot: str) -> Any:
+        raise PluginError(f"{self._owner}: context.parts has no {slot!r}; its provider must say requires=({slot!r},)")
+
+
 @frozen
 class _Candidate:
     """A part that may be chosen, and what it, or its options class, says of that."""
@@ -293,7 +304,7 @@ class Selector:
         slot = offer.kind.slot
         takes_parts = issubclass(offer.kind.context, PartContext)
         before = [s for s in _ORDER[: _ORDER.index(slot)] if s not in _BUILT_LATER] if takes_parts else []
-        parts: dict[str, Any] = {}
+        parts = _Required(titled(offer))
         for wanted in offer.provider.requires:
             if wanted not in before:
                 raise PluginError(

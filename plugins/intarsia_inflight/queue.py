@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from attrs import define, field
 
@@ -79,3 +79,15 @@ class Queue:
     def find(self, sequence_id: SequenceId) -> Entry | None:
         """Return the entry of a sequence that waits."""
         return next((e for e in self._entries if e.sequence.sequence_id == sequence_id), None)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first tokens two sequences share, by comparing halves."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -7,7 +7,8 @@ A step is filled in this order, each within the token budget:
 2. Running rows that decode: one token each, and their drafts. Where pages run out, the lowest-ranked, latest arrival
    that has no row in this step is preempted: its pages go, and it is run again later, prompt and answer so far.
 3. Running prompts, in chunks.
-4. Waiting sequences, in the order of their turn, while pages last. Nobody overtakes the first in line.
+4. Waiting sequences, in the order of their turn, while pages last. Nobody overtakes the first in line, but for those
+   that wait for a prompt in front of them to compute what they share: that takes its steps, and spares theirs.
 
 **How long anything waits.** Every `ageing_steps` of waiting raise the rank by one and nothing lowers it, so after
 (p - q) * ageing_steps steps of waiting, a sequence of priority q stands before every later arrival of priority up to p,
@@ -25,7 +26,10 @@ from intarsia.errors import OverloadedError
 from intarsia.protocols import CacheAllocator, PartContext, SequenceView
 from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
 from intarsia_inflight.options import InflightOptions
-from intarsia_inflight.queue import Entry, Queue
+from intarsia_inflight.queue import Entry, Queue, common_prefix
+
+#: Tokens of a common prefix for which a waiting sequence waits until the running prompt that has it too has run it.
+_WORTH_WAITING = 64
 
 
 @define
@@ -153,7 +157,7 @@ class InflightScheduler:
         for entry in list(self._waiting):
             if not step.budget:
                 return
-            if self._awaits_parent(entry):
+            if self._awaits_parent(entry) or self._awaits_prefix(entry):
                 continue
             if not self._enter(entry, step):
                 return
@@ -198,6 +202,21 @@ class InflightScheduler:
         """Whether a further choice does best to wait a little: the prompt that it would take over is being run."""
         parent = self._parent(entry)
         return parent is not None and parent.computed < entry.sequence.num_prompt
+
+    def _awaits_prefix(self, entry: Entry) -> bool:
+        """Whether a running prompt is about to compute what this one begins with: then it is found, not run again."""
+        if not self.allocator.shares_prefixes:
+            return False
+        known, salt = entry.sequence.token_ids, entry.sequence.salt
+        shared = max(
+            (
+                common_prefix(known, leader.sequence.token_ids)
+                for leader in self._running.values()
+                if leader.remaining > 1 and leader.sequence.salt == salt
+            ),
+            default=0,
+        )
+        return shared >= _WORTH_WAITING and shared - self.allocator.lookup(known, salt) >= _WORTH_WAITING
 
     def _secure(self, entry: Entry, num_tokens: int, step: _Step) -> bool:
         """Get pages for a running sequence, from others or, at last, by giving up its own."""

@@ -47,6 +47,11 @@ class PagedAllocator:
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._size)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """As the option says."""
+        return self.options.prefix
+
     def capacity(self, max_tokens: int) -> int:
         """Return how many sequences of `max_tokens` fit when nothing is shared."""
         return self.num_pages // max(1, self._pages_for(max_tokens))

@@ -64,7 +64,7 @@ def test_prompts_are_random_ids_and_new_in_every_repeat():
         ids = [token for prompt, _ in first for token in prompt]
         assert min(ids) >= 100 and max(ids) <= 40000
     drawn = workloads.work("mixed", 3)
-    rng = random.Random(3)
+    rng = random.Random("mixed 3")
     prompt = min(768, max(16, int(rng.lognormvariate(5.0, 0.9))))
     output = min(192, max(8, int(rng.lognormvariate(3.8, 0.8))))
     assert drawn[0] == ([rng.randint(100, 40000) for _ in range(prompt)], output)

@@ -1022,6 +1022,12 @@ def test_composing_reads_no_weights(model, monkeypatch):
     assert composed(model).weight_bytes > 0
 
 
+def test_asking_for_a_part_that_was_not_required_says_how_to_get_it(model):
+    served = provider(slot="scheduler", build=lambda context: context.parts["cache"])
+    error = refusal(PluginError, model, offering(scheduler=served), scheduler="fake")
+    assert "no 'cache'" in str(error) and "requires=('cache',)" in str(error)
+
+
 def test_frontends_are_chosen_and_left_for_who_serves_to_build(model):
     served = provider(slot="frontend", build=broken)
     parts = composed(model, offering(frontend=served), frontend="fake")

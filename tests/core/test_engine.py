@@ -564,10 +564,27 @@ class FailingStep:
 def test_a_failed_step_says_so_and_the_engine_runs_nothing_more(tiny):
     with engine_of(tiny[0]) as engine:
         engine.parts = attrs.evolve(engine.parts, executor=FailingStep(engine.parts.executor))
-        with pytest.raises(MemoryError, match="no room"):
-            engine.generate([[1]], GREEDY)
-        with pytest.raises(ExecutionError, match="a step failed: MemoryError: no room"):
-            engine.generate([[1]], GREEDY)
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"executor 'local' of plugin 'defaults'.*MemoryError: no room"):
+                engine.generate([[1]], GREEDY)
+
+
+@pytest.mark.parametrize("method", ["plan", "update"])
+def test_a_scheduler_that_raises_is_named_and_the_engine_runs_nothing_more(tiny, method):
+    class Failing:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            if name == method:
+                raise ZeroDivisionError("oops")
+            return getattr(self.inner, name)
+
+    with engine_of(tiny[0]) as engine:
+        engine.parts = attrs.evolve(engine.parts, scheduler=Failing(engine.parts.scheduler))
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=rf"scheduler 'inflight'.*failed in {method}: ZeroDivisionError"):
+                engine.generate([[1]], GREEDY)
 
 
 def test_a_closed_engine_refuses_and_closes_twice(tiny):

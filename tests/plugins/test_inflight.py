@@ -9,6 +9,7 @@ from intarsia.defaults.contiguous import ContiguousAllocator
 from intarsia.errors import OverloadedError
 from intarsia.types import CacheGroup, CacheLayout
 from intarsia_inflight.options import InflightOptions
+from intarsia_inflight.queue import common_prefix
 from intarsia_inflight.scheduler import InflightScheduler
 from intarsia_paged.allocator import PagedAllocator
 from intarsia_paged.options import PagedOptions
@@ -189,6 +190,36 @@ def test_options_are_at_least_one(name):
         InflightOptions(**{name: 0})
 
 
+@pytest.mark.parametrize("max_tokens", [40, 400])
+def test_a_prompt_waits_for_one_in_front_that_computes_the_same(max_tokens):
+    shared = [i % 3 for i in range(100)]
+    prompts = [[*shared, n] for n in range(4)]
+    sim = simulation(page_size=4, num_pages=400, max_tokens=max_tokens)
+    for n, prompt in enumerate(prompts):
+        sim.add(f"p{n}", prompt, 3)
+    sim.add("other", [2] * 50, 3)
+    sim.run()
+    assert all(sim.finished[f"p{n}", 0].output == answer(prompt, 3) for n, prompt in enumerate(prompts))
+    cached = [sim.finished[f"p{n}", 0].cached_tokens for n in range(4)]
+    assert cached[0] == 0 and min(cached[1:]) > 100 - 64  # for fewer tokens than that nobody waits
+    if max_tokens == 400:
+        assert cached == [0, 100, 100, 100]
+        assert sum(plan.num_tokens for plan in sim.log) == 101 + 3 * 1 + 50 + 5 * 2
+    assert is_idle(sim)
+
+
+def test_nothing_waits_for_what_it_could_not_find():
+    for options in ({"prefix": False}, {"contiguous": True}):
+        sim = simulation(page_size=4, num_pages=400, **options)
+        for name in "ab":
+            sim.add(name, [1] * 20, 2)
+        assert len(sim.step().rows) == 2
+    sim = simulation(page_size=4, num_pages=400)
+    for name in "ab":
+        sim.add(name, [1] * 100, 2, salt=name)
+    assert len(sim.step().rows) == 2
+
+
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +241,13 @@ def test_choices_outlive_the_first():
         sim.add("n", [1, 2, 0, 2, 1], count, choice=choice)
     sim.run()
     assert all(sim.finished["n", c].output == answer([1, 2, 0, 2, 1], n) for c, n in ((0, 1), (1, 6), (2, 6)))
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 8])
+def test_the_common_prefix_is_counted_exactly(length):
+    one = list(range(8))
+    assert common_prefix(one, [*one[:length], 99, 98]) == length
+    assert common_prefix([], one) == common_prefix(one, []) == 0
 
 
 # --- cancelling -------------------------------------------------------------------------------------------------------

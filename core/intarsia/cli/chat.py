@@ -27,7 +27,7 @@ _COMMANDS = ("/exit", "/reset")
 
 @click.command()
 @config_options
-@sampling_options
+@sampling_options(max_tokens=512, temperature=0.7)
 @click.pass_obj
 def chat(signals: Signals, *, config: EngineConfig, params: SamplingParams) -> None:
     """Talk to a model; it remembers what was said.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @config_options
 @click.option("--chat", is_flag=True, help="The prompt is a user's message, and the answer the assistant's.")
 @click.option("--token-ids", callback=read_token_ids, metavar="IDS", help="A prompt of token ids, such as 1,2,3.")
-@sampling_options
+@sampling_options()
 @click.option("-n", type=int, default=1, metavar="N", help="Independent answers. [default: 1]")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end of sequence.")
 @click.option(

@@ -56,37 +56,54 @@ def plugin_options(command: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def sampling_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Add the options that choose tokens and end an answer to a command, which receives `params`."""
+def sampling_options(
+    *, max_tokens: int | None = None, temperature: float = 1.0
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Add the options that choose tokens and end an answer to a command, which receives `params`; with its defaults."""
+    most = "all that fit" if max_tokens is None else str(max_tokens)
 
-    @click.option("--max-tokens", type=int, metavar="N", help="Tokens to generate at most. [default: all that fit]")
-    @click.option("--temperature", type=float, metavar="T", help="Divides the logits; 0 is greedy. [default: 1]")
-    @click.option("--top-k", type=int, metavar="K", help="Keep the K likeliest tokens; 0 keeps all. [default: 0]")
-    @click.option("--top-p", type=float, metavar="P", help="Keep the likeliest of probability P. [default: 1]")
-    @click.option("--seed", type=int, metavar="N", help="Repeat an answer. [default: from the operating system]")
-    @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable.")
-    @functools.wraps(command)
-    def call(
-        *,
-        max_tokens: int | None,
-        temperature: float | None,
-        top_k: int | None,
-        top_p: float | None,
-        seed: int | None,
-        stop: tuple[str, ...],
-        **rest: Any,
-    ) -> T:
-        given = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "seed": seed,
-        }
-        params = SamplingParams(stop=stop, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-        return command(params=params, **rest)
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
+        @click.option(
+            "--max-tokens",
+            type=int,
+            default=max_tokens,
+            metavar="N",
+            help=f"Tokens to generate at most. [default: {most}]",
+        )
+        @click.option(
+            "--temperature",
+            type=float,
+            default=temperature,
+            metavar="T",
+            help=f"Divides the logits; 0 is greedy. [default: {temperature:g}]",
+        )
+        @click.option(
+            "--top-k", type=int, default=0, metavar="K", help="Keep the K likeliest tokens; 0 keeps all. [default: 0]"
+        )
+        @click.option(
+            "--top-p", type=float, default=1.0, metavar="P", help="Keep the likeliest of probability P. [default: 1]"
+        )
+        @click.option("--seed", type=int, metavar="N", help="Repeat an answer. [default: from the operating system]")
+        @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable.")
+        @functools.wraps(command)
+        def call(
+            *,
+            max_tokens: int | None,
+            temperature: float,
+            top_k: int,
+            top_p: float,
+            seed: int | None,
+            stop: tuple[str, ...],
+            **rest: Any,
+        ) -> T:
+            params = SamplingParams(
+                max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+            )
+            return command(params=params, **rest)
 
-    return call
+        return call
+
+    return decorate
 
 
 def read_token_ids(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:

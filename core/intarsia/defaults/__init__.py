@@ -71,9 +71,9 @@ def provide_attention_backends() -> list[Provider]:
         ),
         Provider(
             key="sdpa",
-            summary="torch's scaled_dot_product_attention, row by row",
-            fit=lazy("intarsia.defaults.attention:fit_sdpa"),
-            build=lazy("intarsia.defaults.attention:build_sdpa"),
+            summary="torch's scaled_dot_product_attention; rows that decode run together",
+            fit=lazy("intarsia.defaults.sdpa:fit"),
+            build=lazy("intarsia.defaults.sdpa:build"),
         ),
     ]
 

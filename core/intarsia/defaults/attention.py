@@ -1,4 +1,4 @@
-"""Plain attention over the cache, row by row: `eager`, `tiled` and `sdpa`.
+"""Plain attention over the cache, row by row: what `eager`, `tiled` and (for rows of several tokens) `sdpa` share.
 
 A row here is one sequence's tokens of the step. Each row is computed on its own, by the same calls whatever rows are
 beside it, so its result does not depend on them. How a prompt is cut into chunks can show in the last bits, except in
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from attrs import Factory, frozen
-from torch.nn import functional
 
 from intarsia.defaults.tiled import tiled_row
 from intarsia.protocols import LayerCache, PartContext
-from intarsia.types import AttentionSpec, CacheLayout, Fit, ForwardBatch, Invariance, Unfit
+from intarsia.types import AttentionSpec, CacheLayout, Fit, ForwardBatch, Invariance
 
 #: Pages in order: a slice where they lie side by side, which reads without a copy.
 _Pages: TypeAlias = slice | torch.Tensor
@@ -29,7 +28,7 @@ RowAttention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, in
 
 
 @frozen(eq=False)
-class _Keys:
+class Keys:
     """Where one row's keys lie: its pages from the first that a window lets it see, and how many keys they hold."""
 
     pages: _Pages
@@ -39,7 +38,7 @@ class _Keys:
     @classmethod
     def locate(
         cls, pages: tuple[int, ...], start: int, stop: int, window: int | None, page_size: int, device: torch.device
-    ) -> _Keys:
+    ) -> Keys:
         """Find the keys that queries from position `start` up to `stop` see."""
         skipped = 0 if window is None else max(0, start - window + 1) // page_size
         used = pages[skipped : -(-stop // page_size)]
@@ -58,10 +57,10 @@ class _Keys:
 
 
 @frozen(eq=False)
-class _Prepared:
+class RowKeys:
     """Per cache group and row, where its keys lie."""
 
-    keys: tuple[tuple[_Keys, ...], ...]
+    keys: tuple[tuple[Keys, ...], ...]
     order: str
 
 
@@ -82,24 +81,24 @@ class RowByRowAttention:
         """A row's own tokens decide the shapes that it is computed in; other rows do not."""
         return self.levels.get(dtype, "neighbours")
 
-    def prepare(self, batch: ForwardBatch, layout: CacheLayout) -> _Prepared:
+    def prepare(self, batch: ForwardBatch, layout: CacheLayout) -> RowKeys:
         """Find each row's keys, once for all layers."""
         ends = [start + stop - first for start, (first, stop) in zip(batch.starts, pairwise(batch.bounds), strict=True)]
         size, device = layout.page_size, batch.ids_T.device
         keys = tuple(
             tuple(
-                _Keys.locate(row, start, end, group.window, size, device)
+                Keys.locate(row, start, end, group.window, size, device)
                 for row, start, end in zip(tables, batch.starts, ends, strict=True)
             )
             for group, tables in zip(layout.groups, batch.pages, strict=True)
         )
-        return _Prepared(keys, layout.order)
+        return RowKeys(keys, layout.order)
 
     def attend(
         self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, group: int, batch: ForwardBatch
     ) -> torch.Tensor:
         """Return (T, H, D)."""
-        prepared: _Prepared = batch.attention
+        prepared: RowKeys = batch.attention
         mixed = []
         for start, (first, stop), found in zip(batch.starts, pairwise(batch.bounds), prepared.keys[group], strict=True):
             keys = found.gather(cache.keys, prepared.order)
@@ -134,71 +133,6 @@ def eager_row(
     return mixed_nKGD.reshape(num_queries, num_heads, head_dim).to(q_nHD.dtype)
 
 
-def sdpa_row(
-    q_nHD: torch.Tensor, keys_MKD: torch.Tensor, values_MKD: torch.Tensor, start: int, first: int, spec: AttentionSpec
-) -> torch.Tensor:
-    """Return (n, H, D) from torch's kernel, which on CPUs never holds tokens x tokens."""
-    start -= first
-    if spec.window is not None and (unseen := start - spec.window + 1) > 0:
-        keys_MKD, values_MKD, start = keys_MKD[unseen:], values_MKD[unseen:], spec.window - 1
-    num_queries, num_keys = len(q_nHD), len(keys_MKD)
-    keys_KMD = keys_MKD.to(q_nHD.dtype).transpose(0, 1)
-    values_KMD = values_MKD.to(q_nHD.dtype).transpose(0, 1)
-    if num_queries == 1:
-        # One query sees every key, so a kv head's query heads can be the queries of one call: keys are read once.
-        grouped_KGD = q_nHD.reshape(spec.num_kv_heads, -1, spec.head_dim)
-        mixed = _sdpa(grouped_KGD, keys_KMD, values_KMD, scale=spec.scale)
-        return mixed.reshape(q_nHD.shape)
-    sees_all = spec.window is None or num_keys <= spec.window
-    if sees_all and start > 0 and num_queries >= _SPLIT and q_nHD.device.type == "cpu":
-        return _behind_prefix(q_nHD.transpose(0, 1), keys_KMD, values_KMD, start, spec.scale).transpose(0, 1)
-    causal = start == 0 and sees_all
-    mask = None if causal else visible(num_queries, num_keys, start, spec.window, q_nHD.device)
-    mixed = _sdpa(
-        q_nHD.transpose(0, 1),
-        keys_KMD,
-        values_KMD,
-        attn_mask=mask,
-        is_causal=causal,
-        scale=spec.scale,
-        enable_gqa=spec.num_heads != spec.num_kv_heads,
-    )
-    return mixed.transpose(0, 1)
-
-
-#: Queries of a chunk from which two products cost less than one with a mask, whose hidden half is computed too.
-_SPLIT = 64
-
-
-def _behind_prefix(
-    q_HnD: torch.Tensor, keys_KMD: torch.Tensor, values_KMD: torch.Tensor, start: int, scale: float
-) -> torch.Tensor:
-    """Attend for a chunk in the middle of its prompt: to the keys before it, and causally to its own; (H, n, D).
-
-    The two are weighed by their sums of exponentials (Dao et al. 2023, flash-decoding).
-    """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-    q, keys, values = (tensor.unsqueeze(0) for tensor in (q_HnD, keys_KMD, values_KMD))
-    before, log_before = flash(q, keys[:, :, :start], values[:, :, :start], 0.0, False, scale=scale)
-    own, log_own = flash(q, keys[:, :, start:], values[:, :, start:], 0.0, True, scale=scale)
-    share = torch.sigmoid(log_before - log_own).unsqueeze(-1)
-    return torch.lerp(own.float(), before.float(), share).to(q.dtype).squeeze(0)
-
-
-def _sdpa(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Run torch's kernel on three-dimensional tensors; without a batch axis it would take a slower path."""
-    queries, keys, values = (tensor.unsqueeze(0) for tensor in (queries, keys, values))
-    return functional.scaled_dot_product_attention(queries, keys, values, **how).squeeze(0)
-
-
-def fit_sdpa(context: PartContext) -> Fit | Unfit:
-    """Everything but soft caps."""
-    capped = [i for i, layer in enumerate(context.spec.layers) if layer.attention.soft_cap is not None]
-    if capped:
-        return Unfit(f"torch's attention has no soft cap, which layer {capped[0]} needs")
-    return Fit(50, "torch's own kernel")
-
-
 def fit_tiled(context: PartContext) -> Fit:
     """The choice of fp32 on CPUs, where everything else is bitwise too."""
     if context.engine.dtype == "float32" and context.engine.device == "cpu":
@@ -209,11 +143,6 @@ def fit_tiled(context: PartContext) -> Fit:
 def build_eager(_: PartContext) -> RowByRowAttention:
     """Make the oracle."""
     return RowByRowAttention(eager_row)
-
-
-def build_sdpa(_: PartContext) -> RowByRowAttention:
-    """Make the backend that calls torch's kernel."""
-    return RowByRowAttention(sdpa_row)
 
 
 def build_tiled(context: PartContext) -> RowByRowAttention:

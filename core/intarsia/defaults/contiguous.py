@@ -40,6 +40,11 @@ class ContiguousAllocator:
         """Pages that regions use; what is left of the pool after the last whole region is not."""
         return self.num_regions * self.region_pages
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Regions are apart."""
+        return False
+
     def capacity(self, max_tokens: int) -> int:
         """One region each, however short."""
         return self.num_regions if max_tokens <= self.region_pages * self.page_size else 0
