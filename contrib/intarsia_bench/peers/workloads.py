@@ -64,7 +64,7 @@ FRESH = 1000
 
 
 def work(name: str, seed: int) -> Work:
-    """Return a workload with the prompts of this seed. No two begin alike: a prefix cache would find one in the other."""
+    """Return a workload with the prompts of this seed. No two begin alike, or a prefix cache would find it."""
     return ALL[name](random.Random(f"{name} {seed}"))  # noqa: S311
 
 
