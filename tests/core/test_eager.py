@@ -12,13 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from intarsia import Engine, SamplingParams
-from intarsia.defaults.attention import build_eager, build_sdpa
+from intarsia.defaults import sdpa
+from intarsia.defaults.attention import build_eager
 from intarsia.errors import ModelNotFoundError
 from intarsia.executor import forward_batch
 from intarsia.models.cache import TensorCache
 from intarsia.models.eager import EagerRunner
 from intarsia.ops import resolve
-from intarsia.protocols import RunnerContext
+from intarsia.protocols import PartContext, RunnerContext
 from intarsia.references import find_model
 from intarsia.testing import poison_cache, prompt_logits
 from intarsia.types import (
@@ -35,7 +36,7 @@ from intarsia.types import (
 )
 from models import tiny_llama
 
-BACKENDS = {"eager": build_eager, "sdpa": build_sdpa}
+BACKENDS = {"eager": build_eager, "sdpa": sdpa.build}
 backends = pytest.mark.parametrize("attention", BACKENDS)
 
 
@@ -287,7 +288,7 @@ def qwen2_runner(model, attention, page_size):
         spec=spec,
         layout=layout,
         ops=resolve([], "float32", ["dense"]),
-        attention=BACKENDS[attention](None),
+        attention=BACKENDS[attention](PartContext(engine=EngineOptions(device="cpu", dtype="float32"), spec=None)),
         weights=weights,
     )
     return EagerRunner.build(context)
