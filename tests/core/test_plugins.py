@@ -13,7 +13,7 @@ from intarsia import hookspecs
 from intarsia.errors import ConfigError, PluginError
 from intarsia.hookspecs import KINDS, hookimpl
 from intarsia.plugins import Registry
-from intarsia.types import CacheOptions, PluginsOptions, Provider
+from intarsia.types import CacheOptions, PluginsOptions, Provider, lazy
 
 BARE = PluginsOptions(allow=())
 
@@ -512,3 +512,16 @@ def test_a_passed_plugin_cannot_take_an_installed_ones_name():
 def test_two_passed_plugins_of_one_name_are_refused():
     with pytest.raises(PluginError, match="'SimpleNamespace'"):
         Registry.discover(BARE, [types.SimpleNamespace(), types.SimpleNamespace()])
+
+
+# --- lazy builders ----------------------------------------------------------------------------------------------------
+
+
+def test_a_lazy_builder_imports_at_its_first_call_and_says_what_it_calls(tmp_path, monkeypatch):
+    (tmp_path / "lazily_built.py").write_text("def build(context):\n    return ['built', context]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    build = lazy("lazily_built:build")
+    assert "lazily_built" not in sys.modules and build.__name__ == "lazily_built:build"
+    assert build("context") == ["built", "context"]
+    with pytest.raises(AttributeError, match="missing"):
+        lazy("lazily_built:missing")(None)

@@ -51,18 +51,18 @@ class _Decoding:
     ) -> _Decoding:
         """Lay rows out that are given as (index of the token, its position, the pages that it sees)."""
         device = like.device
-        tables, firsts = [], []
-        for _, position, pages in rows:
-            fill = -len(pages) % _PAGES
+        tables: list[int] = []
+        fills = [-len(pages) % _PAGES for _, _, pages in rows]
+        for (_, _, pages), fill in zip(rows, fills, strict=True):
             tables += [pages[0]] * fill + list(pages)
-            # Position of the first key laid out: the fill lies before the keys that are there.
-            firsts.append((position // size + 1 - len(pages) - fill) * size)
-        positions_R1 = torch.tensor([position for _, position, _ in rows], device=device).unsqueeze(1)
         num_keys = len(tables) // len(rows) * size
-        keys_RM = torch.tensor(firsts, device=device).unsqueeze(1) + torch.arange(num_keys, device=device)
+        positions_R1 = torch.tensor([position for _, position, _ in rows], device=device).unsqueeze(1)
         least_R1 = torch.tensor(
             [(position // size + 1 - len(pages)) * size for _, position, pages in rows], device=device
         ).unsqueeze(1)
+        # The fill lies before the keys that are there.
+        first_R1 = least_R1 - torch.tensor(fills, device=device).unsqueeze(1) * size
+        keys_RM = first_R1 + torch.arange(num_keys, device=device)
         seen_RM = (keys_RM <= positions_R1) & (keys_RM >= least_R1)
         if window is not None:
             seen_RM &= keys_RM > positions_R1 - window
