@@ -49,6 +49,8 @@ from intarsia.types import (
 
 #: Bits of a drawn seed: a number that every JSON reader keeps exactly.
 _SEED_BITS = 53
+#: Why a closed engine runs nothing more.
+_STOPPED = "it is closed"
 #: Plans without rows, one after another, that say that a scheduler is stuck.
 _STALLED = 100
 
@@ -388,10 +390,10 @@ class Engine:
 
     def close(self) -> None:
         """Stop. Requests that are not finished are dropped. Safe to call twice."""
-        if self._closed == "it is closed":
+        if self._closed == _STOPPED:
             return
         self._observers.tell("engine_stopping", engine=self)
-        self._closed = "it is closed"
+        self._closed = _STOPPED
         self._sequences.clear()
         self._inboxes.clear()
         self.parts.executor.stop()

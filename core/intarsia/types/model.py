@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@frozen
+@frozen(cache_hash=True)  # every layer of every step looks its angles up by it
 class RopeSpec:
     """Rotary position embedding over the first `dim` of the head's dimensions (Su et al. 2021, RoFormer).
 
