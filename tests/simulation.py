@@ -9,7 +9,7 @@ import hashlib
 
 from attrs import define, field
 
-from intarsia.types import RowResult, SamplingParams, Want
+from intarsia.types import Entered, RowResult, SamplingParams, Want
 
 
 def next_token(token_ids):
@@ -42,6 +42,15 @@ class SimulatedSequence:
 
     def __attrs_post_init__(self):
         self.num_prompt = len(self.token_ids)
+
+    def entered(self):
+        return Entered(
+            sequence_id=self.sequence_id,
+            params=self.params,
+            seed=self.seed,
+            token_ids=tuple(self.token_ids),
+            num_prompt=self.num_prompt,
+        )
 
     @property
     def output(self):

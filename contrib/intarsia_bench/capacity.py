@@ -13,7 +13,7 @@ from intarsia.compose import compose
 from intarsia.config import load_config
 from intarsia.plugins import Registry
 from intarsia.protocols import CacheAllocator, PartContext, Parts, Scheduler
-from intarsia.types import EngineConfig, RowResult, SamplingParams, SequenceId, Want
+from intarsia.types import EngineConfig, Entered, RowResult, SamplingParams, SequenceId, Want
 from intarsia_bench.peers import workloads
 
 #: For the cache, where a config leaves it to what happens to be free.
@@ -40,6 +40,15 @@ class _Sequence:
 
     def __attrs_post_init__(self) -> None:
         self.num_prompt = len(self.token_ids)
+
+    def entered(self) -> Entered:
+        return Entered(
+            sequence_id=self.sequence_id,
+            params=self.params,
+            seed=self.seed,
+            token_ids=tuple(self.token_ids),
+            num_prompt=self.num_prompt,
+        )
 
 
 @frozen(kw_only=True)

@@ -109,7 +109,9 @@ class _Composer:
         config, select = self.config, self.select
         model = self._open_model()
         engine = self._resolve_engine(model.spec)
-        context: Callable[..., PartContext] = partial(PartContext, engine=engine, spec=model.spec)
+        context: Callable[..., PartContext] = partial(
+            PartContext, engine=engine, spec=model.spec, num_ids=model.num_ids, tokenizer=model.tokenizer
+        )
 
         quantizers: tuple[Quantizer, ...] = select.many("quantizer", config.quantizer, context)
         kernels: tuple[Kernels, ...] = select.many("kernels", config.kernels, context)
@@ -129,11 +131,12 @@ class _Composer:
             ExecutorContext,
             engine=engine,
             spec=model.spec,
+            num_ids=model.num_ids,
+            tokenizer=model.tokenizer,
             checkpoint=model.checkpoint,
             weight_map=model.weight_map,
             layout=layout,
             num_pages=cache.num_pages,
-            num_ids=model.num_ids,
             ops=ops,
             attention=attention,
             quantizers=quantizers,
@@ -316,7 +319,15 @@ class _Composer:
                 self._check_format(options, attention, ops, context)
                 layout = lay_out(base.spec, options, order, base.engine.dtype)
                 pages = num_pages(options, layout, free - weights)
-                return CacheContext(options=options, engine=base.engine, spec=base.spec, layout=layout, num_pages=pages)
+                return CacheContext(
+                    options=options,
+                    engine=base.engine,
+                    spec=base.spec,
+                    num_ids=base.num_ids,
+                    tokenizer=base.tokenizer,
+                    layout=layout,
+                    num_pages=pages,
+                )
 
             try:
                 cache, placed = self._choose_cache(cache_context, weights, free)
@@ -324,6 +335,8 @@ class _Composer:
                     RunnerContext,
                     engine=placed.engine,
                     spec=placed.spec,
+                    num_ids=placed.num_ids,
+                    tokenizer=placed.tokenizer,
                     layout=placed.layout,
                     ops=ops,
                     attention=attention,

@@ -228,6 +228,7 @@ class Engine:
             raise InvalidRequestError(
                 f"request_id: {request.request_id!r} is in use by a request that is not finished", field="request_id"
             )
+        request = attrs.evolve(request, params=request.params.filled(self.parts.sampling))
         params, tokenizer = request.params, self.parts.tokenizer
         token_ids, max_total, stop_ids = self._prompts.read(request)
         self._check_fits(max_total)

@@ -40,9 +40,7 @@ def forward_batch(
         for group, pages in zip(slots, row.pages, strict=True):
             group += [pages[position // size] * size + position % size for position in span]
         bounds.append(bounds[-1] + len(row_ids))
-        if row.want is Want.ALL:
-            wanted += range(bounds[-2], bounds[-1])
-        elif row.want is Want.LAST:
+        if row.want is Want.LAST:
             wanted += range(bounds[-1] - row.num_drafts - 1, bounds[-1])
 
     def tensor(values: Sequence[int]) -> torch.Tensor:
@@ -104,23 +102,28 @@ class LocalExecutor:
         """Run token 0 in page 0: kernels are chosen and threads started before the first request comes."""
         pages = tuple((0,) for _ in self.context.layout.groups)
         row = Row(sequence_id=("", 0), token_ids=(0,), start=0, pages=pages)
-        self.forward((row,), [(0,)])
+        self.all_logits(row)
 
-    @torch.inference_mode()
-    def forward(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Run rows with these ids and return the fp32 logits (L, V) that they want, choosing nothing."""
+    def _run(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> tuple[ForwardBatch, torch.Tensor]:
+        """Run rows with these ids; return the batch and the residual stream (T, E)."""
         assert self._runner is not None and self._cache is not None, "start() comes first"
         context = self.context
         batch = forward_batch(rows, ids, context.layout, self._device)
         batch = evolve(batch, attention=context.attention.prepare(batch, context.layout))
-        hidden = self._runner.run(batch, self._cache, range(context.spec.num_layers))
-        return self._runner.logits(hidden, batch.logits_L)
+        return batch, self._runner.run(batch, self._cache, range(context.spec.num_layers))
+
+    @torch.inference_mode()
+    def all_logits(self, row: Row) -> torch.Tensor:
+        """Run a row and return the fp32 logits (T, V) of all its tokens, choosing nothing."""
+        assert self._runner is not None, "start() comes first"
+        batch, hidden = self._run((row,), (row.token_ids,))
+        return self._runner.logits(hidden, torch.arange(len(row.token_ids), device=batch.ids_T.device))
 
     @torch.inference_mode()
     def submit(self, plan: BatchPlan) -> None:
         """Run the step."""
         assert not self._done, "one step is in flight at most"
-        assert self._cache is not None, "start() comes first"
+        assert self._runner is not None and self._cache is not None, "start() comes first"
         for sequence_id in plan.left:
             self._sampler.leave(sequence_id)
             if self.context.drafter is not None:
@@ -131,7 +134,8 @@ class LocalExecutor:
         if not plan.rows:
             self._done.append(StepResult())
             return
-        logits = self.forward(plan.rows, [self._ids(row) for row in plan.rows])
+        batch, hidden = self._run(plan.rows, [self._ids(row) for row in plan.rows])
+        logits = self._runner.logits(hidden, batch.logits_L)
         self._done.append(StepResult(rows=self._with_drafts(plan.rows, self._sampler.choose(plan.rows, logits))))
 
     def _ids(self, row: Row) -> Sequence[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from intarsia.errors import CompositionError
-from intarsia.models.weights import EMBED, HEAD
+from intarsia.models.weights import EMBED, HEAD, POSITIONS
 from intarsia.ops import Ops
 from intarsia.protocols import CacheAllocator, CacheContext, Quantizer
 from intarsia.types import AUTO, CacheGroup, CacheLayout, CacheOptions, DecoderSpec, Dtype, WeightMap, parse_bytes
@@ -60,12 +60,12 @@ def weight_bytes(weight_map: WeightMap, quantizers: Sequence[Quantizer], ops: Op
     Dense ones are in `dtype`, quantized ones as they come out, packed ones as large as before; a tied head that is
     packed is a weight of its own.
     """
-    itemsize: int = getattr(torch, dtype).itemsize
     total = 0
     for name, source in weight_map.tensors.items():
+        itemsize: int = (torch.float32 if source.float32 else getattr(torch, dtype)).itemsize
         size, weight_format = torch.Size(source.shape).numel() * itemsize, "dense"
         for quantizer in quantizers:
-            if len(source.shape) == 2 and quantizer.accepts(name, source.shape):
+            if len(source.shape) == 2 and name != POSITIONS and quantizer.accepts(name, source.shape):
                 size, weight_format = quantizer.num_bytes(name, source.shape), quantizer.format
         has_twin = name == EMBED and HEAD not in weight_map.tensors and ops.packs(weight_format)
         total += 2 * size if has_twin else size

@@ -43,10 +43,13 @@ def linear(x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None = Non
 
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / rms(x) * weight, the mean of squares in fp32 (Zhang and Sennrich 2019)."""
+    """Return x / rms(x) * weight, the mean of squares in fp32 (Zhang and Sennrich 2019).
+
+    The product is rounded to x's dtype; it is taken in the weight's, so that a weight in fp32 loses nothing.
+    """
     x = x_TE.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return weight_E * x.to(x_TE.dtype)
+    return (weight_E * x.to(weight_E.dtype)).to(x_TE.dtype)
 
 
 def add_rms_norm(
@@ -57,6 +60,12 @@ def add_rms_norm(
     return rms_norm(total, weight_E, eps), total
 
 
+def layer_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, bias_E: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Return (x - mean) / deviation * weight + bias, in fp32 (Ba et al. 2016)."""
+    bias = None if bias_E is None else bias_E.float()
+    return functional.layer_norm(x_TE.float(), x_TE.shape[-1:], weight_E.float(), bias, eps).to(x_TE.dtype)
+
+
 def rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs (i, i + h) of the first 2h dimensions (Su et al. 2021); the others pass."""
     half = cos_T1h.shape[-1]
@@ -65,18 +74,43 @@ def rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> t
     return torch.cat(rotated, dim=-1)
 
 
-#: Torch cuts CPU loops of so many numbers between threads, in the middle of a row too. Around a cut, exp is computed
-#: by scalar code that rounds otherwise than vector code.
+#: Torch cuts CPU loops of so many numbers between threads, in the middle of a row too. Around a cut, exp and tanh are
+#: computed by scalar code that rounds otherwise than vector code.
 _GRAIN = 32768
+
+
+def _activate(x_TF: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a new tensor of a function's values, of pieces so small that torch cuts none."""
+    num_rows = max(1, (_GRAIN - 1) // x_TF.shape[1])
+    if x_TF.device.type == "cpu" and len(x_TF) > num_rows:
+        return torch.cat([function(part) for part in torch.split(x_TF, num_rows)])
+    return function(x_TF)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, where gate is the first half of the features and up the second."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
-    num_rows = max(1, (_GRAIN - 1) // gate.shape[1])
-    if gate.device.type == "cpu" and len(gate) > num_rows:
-        return torch.cat([functional.silu(part) for part in torch.split(gate, num_rows)]).mul_(up)
-    return functional.silu(gate) * up
+    return _activate(gate, functional.silu).mul_(up)
+
+
+def gelu_tanh_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up, as `silu_mul`, with the tanh form of gelu (Hendrycks and Gimpel 2016)."""
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return _activate(gate, _gelu_tanh).mul_(up)
+
+
+def gelu_tanh(x_TF: torch.Tensor) -> torch.Tensor:
+    """Return gelu(x) in its tanh form (Hendrycks and Gimpel 2016)."""
+    return _activate(x_TF, _gelu_tanh)
+
+
+def soft_cap(x_LV: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return cap * tanh(x / cap) (Gemma 2)."""
+    return _activate(x_LV, lambda part: torch.tanh(part / cap)).mul_(cap)
 
 
 def cache_write(
@@ -124,8 +158,12 @@ OPS: Mapping[str, Kernel] = {
         _reference("linear", linear, formats=frozenset({ANY_FORMAT}), invariance={"float32": "bitwise"}),
         _reference("rms_norm", rms_norm),
         _reference("add_rms_norm", add_rms_norm),
+        _reference("layer_norm", layer_norm),
         _reference("rope", rope),
         _reference("silu_mul", silu_mul),
+        _reference("gelu_tanh_mul", gelu_tanh_mul),
+        _reference("gelu_tanh", gelu_tanh),
+        _reference("soft_cap", soft_cap),
         _reference("cache_write", cache_write, orders=frozenset({"PSKD", "PKSD"}), formats=_FLOATS),
         _reference("all_reduce", all_reduce),
         _reference("all_gather", all_gather),
@@ -165,8 +203,12 @@ class Ops:
     _embedding: Mapping[str, Callable[..., torch.Tensor]] = field(init=False, repr=False)
     rms_norm: Callable[..., torch.Tensor] = field(init=False, repr=False)
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = field(init=False, repr=False)
+    layer_norm: Callable[..., torch.Tensor] = field(init=False, repr=False)
     rope: Callable[..., torch.Tensor] = field(init=False, repr=False)
     silu_mul: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    gelu_tanh_mul: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    gelu_tanh: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    soft_cap: Callable[..., torch.Tensor] = field(init=False, repr=False)
     cache_write: Callable[..., None] = field(init=False, repr=False)
     all_reduce: Callable[..., torch.Tensor] = field(init=False, repr=False)
     all_gather: Callable[..., torch.Tensor] = field(init=False, repr=False)

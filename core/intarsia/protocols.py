@@ -22,6 +22,7 @@ from intarsia.types import (
     DecoderSpec,
     EngineConfig,
     EngineOptions,
+    Entered,
     ForwardBatch,
     Invariance,
     NoOptions,
@@ -29,14 +30,18 @@ from intarsia.types import (
     Provider,
     Request,
     RowResult,
+    SamplingDefaults,
     SamplingParams,
     SequenceId,
     StepResult,
+    TokenizerSpec,
     Weight,
     WeightMap,
 )
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import click
     import torch
 
@@ -70,7 +75,9 @@ __all__ = [
     "RunnerContext",
     "Scheduler",
     "Selection",
+    "SequenceProcessor",
     "SequenceView",
+    "TokenizerView",
 ]
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
@@ -111,16 +118,47 @@ class ModelContext(Context):
     config: Mapping[str, Any]
 
 
+class TokenizerView(Protocol):
+    """What parts see of the model's tokenizer."""
+
+    @property
+    def spec(self) -> TokenizerSpec:
+        """The tokenizer as data, for libraries that read a `tokenizer.json`."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id + 1."""
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a plain prompt."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds inside a text; empty for special tokens and ids without one."""
+        ...
+
+
 @frozen(kw_only=True)
 class PartContext(Context):
     """For the parts of a running engine.
 
     Attributes:
         spec: the model.
+        num_ids: token ids that can be chosen; a padded vocabulary has logits beyond them.
+        tokenizer: None where the model has none.
         parts: slot -> part, for the slots that the provider `requires`; a tuple where a slot holds several.
     """
 
     spec: DecoderSpec
+    num_ids: int = 0
+    tokenizer: TokenizerView | None = None
     parts: Mapping[str, Any] = Factory(dict)
 
 
@@ -163,7 +201,6 @@ class ExecutorContext(PartContext):
         weight_map: which of their tensors make the model's.
         layout: how the cache lies.
         num_pages: how many pages it has.
-        num_ids: token ids that can be chosen; a padded vocabulary has logits beyond them.
         attention: the attention backend, which prepares once a step.
         quantizers: what weights go through as they load, in order.
         build_runner: makes the chosen runner around loaded weights.
@@ -175,7 +212,6 @@ class ExecutorContext(PartContext):
     weight_map: WeightMap
     layout: CacheLayout
     num_pages: int
-    num_ids: int
     ops: Any
     attention: AttentionBackend
     quantizers: tuple[Quantizer, ...]
@@ -402,9 +438,8 @@ class SequenceView(Protocol):
         """What was asked."""
         ...
 
-    @property
-    def seed(self) -> int:
-        """The seed in force."""
+    def entered(self) -> Entered:
+        """Return what a plan tells an executor when the sequence's first row comes, or its first after a preemption."""
         ...
 
 
@@ -535,16 +570,42 @@ class Drafter(Protocol):
 
 
 class LogitsProcessor(Protocol):
-    """A pure function of the request, the ids before a position (drafts included) and the logits there."""
+    """Changes the logits of the requests that ask for it."""
 
     def applies(self, params: SamplingParams) -> bool:
-        """Whether a request with these parameters needs it."""
+        """Whether a request with these parameters needs it.
+
+        Asked when the request comes, and cheap. What it asks of this processor is in `params.logits_processors`, under
+        the processor's key. Raise InvalidRequestError where that is malformed: the request is refused, before any step.
+        """
         ...
 
-    def process(
-        self, params: SamplingParams, num_prompt: int, token_ids: Sequence[int], logits_V: torch.Tensor
-    ) -> None:
-        """Change one row of fp32 logits in place. -inf forbids a token."""
+    def prepare(self, params: SamplingParams) -> Future[object] | None:
+        """Begin long work for a request that it applies to, outside the engine's thread; None where there is none.
+
+        The request waits until the future is done, and the others go on. If the future raises InvalidRequestError, the
+        request fails with its message.
+        """
+        ...
+
+    def open(self, params: SamplingParams, num_prompt: int) -> SequenceProcessor:
+        """Return what processes one sequence of such a request. It is dropped when the sequence leaves."""
+        ...
+
+
+class SequenceProcessor(Protocol):
+    """One sequence's logits processing: a pure function of the ids before a position. What it keeps is for speed alone.
+
+    Ids can be other than at the call before: drafts are among them, and may have been rejected since.
+    """
+
+    def process(self, token_ids: Sequence[int], logits_V: torch.Tensor) -> None:
+        """Change one row of fp32 logits in place. -inf forbids a token; one must be left.
+
+        Args:
+            token_ids: prompt, answer and drafts before this position.
+            logits_V: the logits there, after penalties and biases.
+        """
         ...
 
 
@@ -660,6 +721,7 @@ class Parts:
         tokenizer: None where the model's files have none; then prompts are token ids.
         weight_bytes: of all weights as they will be in memory.
         num_ids: token ids that can be chosen; a padded vocabulary has logits beyond them.
+        sampling: what requests take that do not say.
         ops: the table of named ops, resolved.
         invariance: the level that the whole keeps: the weakest of its parts'.
     """
@@ -683,6 +745,7 @@ class Parts:
     quantizers: tuple[Quantizer, ...] = ()
     drafter: Drafter | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    sampling: SamplingDefaults = Factory(SamplingDefaults)
 
     def selection(self, slot: str) -> Selection:
         """Return the (first) choice for a slot; KeyError where the slot is empty."""

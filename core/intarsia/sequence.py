@@ -6,6 +6,7 @@ from attrs import define, field
 
 from intarsia.text import TextStream
 from intarsia.types import (
+    Entered,
     FinishReason,
     Output,
     Request,
@@ -64,6 +65,17 @@ class Sequence:
     def salt(self) -> str:
         """Whose cached prefixes it may share."""
         return self.request.cache_salt
+
+    def entered(self) -> Entered:
+        """Return what an executor is told of it."""
+        return Entered(
+            sequence_id=self.sequence_id,
+            params=self.params,
+            seed=self.seed,
+            token_ids=tuple(self.token_ids),
+            num_prompt=self.num_prompt,
+            stop_ids=self.stop_ids,
+        )
 
     def begin(self, row: Row, now: float) -> None:
         """Note that a step with this row is about to run."""

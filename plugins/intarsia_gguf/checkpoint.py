@@ -38,6 +38,11 @@ class GgufCheckpoint:
         formats = {tensor.format for tensor in self.tensors.values()}
         return next((dtype for name, dtype in _DTYPES.items() if name in formats), "float16")
 
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """What the files recommend for sampling."""
+        return {}
+
     def tokenizer(self) -> TokenizerSpec | None:
         """The tokenizer that the metadata describes, or None."""
         return read_tokenizer(self.metadata)

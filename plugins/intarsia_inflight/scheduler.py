@@ -182,15 +182,7 @@ class InflightScheduler:
         self._waiting.discard(entry)
         self._running[sequence_id] = entry
         entry.computed = computed
-        step.entered.append(
-            Entered(
-                sequence_id=sequence_id,
-                params=sequence.params,
-                seed=sequence.seed,
-                token_ids=tuple(known),
-                num_prompt=sequence.num_prompt,
-            )
-        )
+        step.entered.append(sequence.entered())
         return True
 
     def _parent(self, entry: Entry) -> Entry | None:

@@ -30,6 +30,7 @@ from intarsia.types import (
     EngineOptions,
     LayerSpec,
     MlpSpec,
+    NormSpec,
     RopeSpec,
     Row,
     dense,
@@ -249,7 +250,9 @@ def qwen2_runner(model, attention, page_size):
         )
         for kind in config.layer_types
     )
-    spec = DecoderSpec("hand-made", config.vocab_size, config.hidden_size, 256, config.rms_norm_eps, False, layers)
+    spec = DecoderSpec(
+        "hand-made", config.vocab_size, config.hidden_size, 256, NormSpec(eps=config.rms_norm_eps), False, layers
+    )
     weights = {
         "embed.weight": dense(state["embed_tokens.weight"]),
         "norm.weight": state["norm.weight"],

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from intarsia.defaults.contiguous import ContiguousAllocator
 from intarsia.defaults.static import StaticOptions, StaticScheduler
 from intarsia.errors import OverloadedError
-from intarsia.types import RowResult, SamplingParams, Want
+from intarsia.types import Entered, RowResult, SamplingParams, Want
 
 PAGE = 4
 
@@ -29,6 +29,15 @@ class FakeSequence:
 
     def __attrs_post_init__(self):
         self.num_prompt = len(self.token_ids)
+
+    def entered(self):
+        return Entered(
+            sequence_id=self.sequence_id,
+            params=self.params,
+            seed=self.seed,
+            token_ids=tuple(self.token_ids),
+            num_prompt=self.num_prompt,
+        )
 
     @property
     def finished(self):

@@ -6,6 +6,7 @@ oracle that other parts are compared with, and the "before" of every before and 
 
 from __future__ import annotations
 
+from intarsia.families import provider
 from intarsia.hookspecs import hookimpl
 from intarsia.types import CacheOptions, Provider, lazy
 
@@ -26,14 +27,8 @@ def provide_loaders() -> list[Provider]:
 @hookimpl
 def provide_models() -> list[Provider]:
     """The llama family."""
-    return [
-        Provider(
-            key="llama",
-            summary="llama: RMS norm, rotary positions, grouped-query attention, SiLU-gated feed-forward",
-            fit=lazy("intarsia.defaults.llama:fit"),
-            build=lazy("intarsia.defaults.llama:build"),
-        )
-    ]
+    summary = "llama: RMS norm, rotary positions, grouped-query attention, SiLU-gated feed-forward"
+    return [provider("llama", "intarsia.defaults.llama:FAMILY", summary)]
 
 
 @hookimpl

@@ -62,15 +62,7 @@ class StaticScheduler:
             if self.allocator.reserve(sequence.sequence_id, sequence.token_ids, sequence.max_total) is None:
                 break
             self._running[sequence.sequence_id] = self._waiting.popleft()
-            entered.append(
-                Entered(
-                    sequence_id=sequence.sequence_id,
-                    params=sequence.params,
-                    seed=sequence.seed,
-                    token_ids=tuple(sequence.token_ids),
-                    num_prompt=sequence.num_prompt,
-                )
-            )
+            entered.append(sequence.entered())
         return tuple(entered)
 
     def _row(self, sequence: SequenceView) -> Row:

@@ -1,6 +1,6 @@
 """The eager runner: a DecoderSpec run op by op. What every other runner must equal.
 
-Shape legend: T tokens, L rows of logits, E embed, H heads, K kv heads, D head dim, F ffn, V vocab.
+Shape legend: T tokens, L rows of logits, E embed, H heads, K kv heads, D head dim, V vocab.
 """
 
 from __future__ import annotations
@@ -8,59 +8,12 @@ from __future__ import annotations
 import torch
 from attrs import field, frozen
 
+from intarsia.models.layers import Layer, Linear, Norm
 from intarsia.models.rope import cos_sin
-from intarsia.models.weights import HEAD, Weights
+from intarsia.models.weights import EMBED, HEAD, POSITIONS, Weights
 from intarsia.ops import Ops
 from intarsia.protocols import AttentionBackend, CacheStorage, RunnerContext
-from intarsia.types import AttentionSpec, CacheLayout, DecoderSpec, ForwardBatch, LayerSpec, RopeSpec, Weight
-
-
-@frozen
-class _Linear:
-    """A weight and its bias, if it has one."""
-
-    weight: Weight
-    bias: torch.Tensor | None
-
-    @classmethod
-    def named(cls, weights: Weights, name: str) -> _Linear:
-        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-        assert isinstance(weight, Weight) and not isinstance(bias, Weight)
-        return cls(weight, bias)
-
-
-def _vector(weights: Weights, name: str) -> torch.Tensor:
-    vector = weights[f"{name}.weight"]
-    assert not isinstance(vector, Weight)
-    return vector
-
-
-@frozen
-class _Layer:
-    """One layer's spec and weights."""
-
-    spec: LayerSpec
-    group: int
-    attention_norm: torch.Tensor
-    qkv: _Linear
-    out: _Linear
-    mlp_norm: torch.Tensor
-    gate_up: _Linear
-    down: _Linear
-
-    @classmethod
-    def named(cls, weights: Weights, index: int, spec: LayerSpec, group: int) -> _Layer:
-        prefix = f"layers.{index}"
-        return cls(
-            spec,
-            group,
-            _vector(weights, f"{prefix}.attention_norm"),
-            _Linear.named(weights, f"{prefix}.qkv"),
-            _Linear.named(weights, f"{prefix}.out"),
-            _vector(weights, f"{prefix}.mlp_norm"),
-            _Linear.named(weights, f"{prefix}.gate_up"),
-            _Linear.named(weights, f"{prefix}.down"),
-        )
+from intarsia.types import AttentionSpec, CacheLayout, DecoderSpec, ForwardBatch, RopeSpec, Weight
 
 
 @frozen
@@ -69,11 +22,25 @@ class _Angles:
 
     tables: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
 
+    @classmethod
+    def of(cls, spec: DecoderSpec, max_len: int, dtype: torch.dtype, device: torch.device) -> _Angles:
+        tables = {}
+        for rope in {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}:
+            cos, sin = cos_sin(rope, max_len)
+            tables[rope] = (cos.to(device, dtype), sin.to(device, dtype))
+        return cls(tables)
+
     def at(self, positions_T: torch.Tensor) -> dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]:
         return {
             rope: (cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1))
             for rope, (cos, sin) in self.tables.items()
         }
+
+
+def _embedding(weights: Weights, name: str) -> Weight:
+    weight = weights[name]
+    assert isinstance(weight, Weight)
+    return weight
 
 
 @frozen(eq=False)
@@ -86,24 +53,24 @@ class EagerRunner:
     ops: Ops
     attention: AttentionBackend
     embed: Weight
-    layers: tuple[_Layer, ...]
-    norm: torch.Tensor
-    head: Weight
+    positions: Weight | None
+    embedding_scale: float
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear
     angles: _Angles = field(repr=False)
 
     @classmethod
     def build(cls, context: RunnerContext) -> EagerRunner:
         """Bind the loaded weights to the spec, and tabulate the rotary angles."""
         spec, weights = context.spec, context.weights
-        assert context.engine.max_model_len is not None
+        max_len = context.engine.max_model_len
+        assert max_len is not None
         dtype, device = getattr(torch, context.engine.dtype), torch.device(context.engine.device)
-        ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
-        tables = {}
-        for rope in ropes:
-            cos, sin = cos_sin(rope, context.engine.max_model_len)
-            tables[rope] = (cos.to(device, dtype), sin.to(device, dtype))
         group_of = {layer: index for index, group in enumerate(context.layout.groups) for layer in group.layers}
-        embed = _Linear.named(weights, "embed").weight
+        embed = _embedding(weights, EMBED)
+        norm = Norm.named(weights, "norm", spec.norm)
+        assert norm is not None
         return cls(
             spec=spec,
             layout=context.layout,
@@ -111,10 +78,12 @@ class EagerRunner:
             ops=context.ops,
             attention=context.attention,
             embed=embed,
-            layers=tuple(_Layer.named(weights, i, layer, group_of[i]) for i, layer in enumerate(spec.layers)),
-            norm=_vector(weights, "norm"),
-            head=_Linear.named(weights, "head").weight if HEAD in weights else embed,
-            angles=_Angles(tables),
+            positions=_embedding(weights, POSITIONS) if spec.num_positions else None,
+            embedding_scale=torch.tensor(spec.embedding_scale, dtype=dtype).item(),
+            layers=tuple(Layer.named(weights, i, spec, group_of[i]) for i in range(spec.num_layers)),
+            norm=norm,
+            head=Linear.named(weights, "head") if HEAD in weights else Linear(embed, None),
+            angles=_Angles.of(spec, max_len, dtype, device),
         )
 
     def run(
@@ -123,26 +92,50 @@ class EagerRunner:
         """Run a range of layers from the embedding (range starts at 0) or from `hidden_TE`; return (T, E)."""
         if hidden_TE is None:
             assert layers.start == 0
-            hidden_TE = self.ops.embedding(batch.ids_T, self.embed, self.dtype)
+            hidden_TE = self._embed(batch)
         angles = self.angles.at(batch.positions_T)
-        eps = self.spec.norm_eps
-        delta_TE: torch.Tensor | None = None  # what the layer before adds to the residual: added with the next norm
+        delta_TE: torch.Tensor | None = None  # what the block before adds to the residual: added with the next norm
         for index in layers:
-            layer = self.layers[index]
-            if delta_TE is None:
-                normed_TE = self.ops.rms_norm(hidden_TE, layer.attention_norm, eps)
-            else:
-                normed_TE, hidden_TE = self.ops.add_rms_norm(delta_TE, hidden_TE, layer.attention_norm, eps)
+            layer, spec = self.layers[index], self.layers[index].spec
+            normed_TE, hidden_TE = self._enter(layer.attention_norm, hidden_TE, delta_TE)
             delta_TE = self._attend(layer, normed_TE, cache, index, batch, angles)
-            normed_TE, hidden_TE = self.ops.add_rms_norm(delta_TE, hidden_TE, layer.mlp_norm, eps)
-            gate_up = self.ops.linear(normed_TE, layer.gate_up.weight, layer.gate_up.bias)
-            down = self.ops.linear(self.ops.silu_mul(gate_up), layer.down.weight, layer.down.bias)
-            delta_TE = self.ops.all_reduce(down)
+            if spec.parallel:
+                delta_TE = delta_TE + self.ops.all_reduce(layer.mlp(self.ops, normed_TE))
+            else:
+                delta_TE = self._leave(layer.attention_post_norm, delta_TE, spec.residual_scale)
+                normed_TE, hidden_TE = self._enter(layer.mlp_norm, hidden_TE, delta_TE)
+                delta_TE = self.ops.all_reduce(layer.mlp(self.ops, normed_TE))
+            delta_TE = self._leave(layer.mlp_post_norm, delta_TE, spec.residual_scale)
         return hidden_TE if delta_TE is None else hidden_TE + delta_TE
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden_TE = self.ops.embedding(batch.ids_T, self.embed, self.dtype)
+        if self.embedding_scale != 1:
+            hidden_TE = hidden_TE * self.embedding_scale
+        if self.positions is not None:
+            hidden_TE = hidden_TE + self.ops.embedding(batch.positions_T, self.positions, self.dtype)
+        return hidden_TE
+
+    def _enter(
+        self, norm: Norm | None, hidden_TE: torch.Tensor, delta_TE: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add what is due to the residual; return (what the next block reads, the residual)."""
+        if delta_TE is None:
+            return (hidden_TE if norm is None else norm(self.ops, hidden_TE)), hidden_TE
+        if norm is not None:
+            return norm.add(self.ops, delta_TE, hidden_TE)
+        hidden_TE = hidden_TE + delta_TE
+        return hidden_TE, hidden_TE
+
+    def _leave(self, norm: Norm | None, delta_TE: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return what a block adds to the residual."""
+        if norm is not None:
+            delta_TE = norm(self.ops, delta_TE)
+        return delta_TE if scale == 1 else delta_TE * scale
 
     def _attend(
         self,
-        layer: _Layer,
+        layer: Layer,
         normed_TE: torch.Tensor,
         cache: CacheStorage,
         index: int,
@@ -151,21 +144,31 @@ class EagerRunner:
     ) -> torch.Tensor:
         spec: AttentionSpec = layer.spec.attention
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = self.ops.linear(normed_TE, layer.qkv.weight, layer.qkv.bias).view(len(normed_TE), -1, spec.head_dim)
+        qkv = layer.qkv(self.ops, normed_TE).view(len(normed_TE), -1, spec.head_dim)
         qk, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            normed = (self._qk_norm(qk[:, :heads], layer.q_norm), self._qk_norm(qk[:, heads:], layer.k_norm))
+            qk = torch.cat(normed, dim=1)
         if spec.rope is not None:
             qk = self.ops.rope(qk, *angles[spec.rope])
         queries, keys = qk[:, :heads], qk[:, heads:]
         storage = cache.layer(index)
         self.ops.cache_write(keys, values, storage, batch.slots_T[layer.group], self.layout.order)
         mixed = self.attention.attend(queries, storage, spec, layer.group, batch)
-        out = self.ops.linear(mixed.reshape(len(normed_TE), -1), layer.out.weight, layer.out.bias)
-        return self.ops.all_reduce(out)
+        return self.ops.all_reduce(layer.out(self.ops, mixed.reshape(len(normed_TE), -1)))
+
+    def _qk_norm(self, x_THD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Norm each head by a weight (D,), or all heads together by one of (H D,)."""
+        grouped = x_THD.reshape(len(x_THD), -1, len(weight))
+        return self.ops.rms_norm(grouped, weight, self.spec.norm.eps).view(x_THD.shape)
 
     def logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
         """Return fp32 logits (L, V) of some tokens."""
-        normed = self.ops.rms_norm(hidden_TE[rows_L], self.norm, self.spec.norm_eps)
-        return self.ops.linear(normed, self.head).float()
+        spec = self.spec
+        logits = self.head(self.ops, self.norm(self.ops, hidden_TE[rows_L])).float()
+        if spec.logit_scale != 1:
+            logits = logits * spec.logit_scale
+        return logits if spec.logit_soft_cap is None else self.ops.soft_cap(logits, spec.logit_soft_cap)
 
 
 def build(context: RunnerContext) -> EagerRunner:

@@ -1,18 +1,26 @@
 """Loading: checkpoint tensors -> the model's weights, by canonical name.
 
-| name | shape |
-| --- | --- |
-| `embed.weight` | (V, E) |
-| `layers.{i}.attention_norm.weight` | (E,) |
-| `layers.{i}.qkv.weight`, `.bias` | ((H + 2K) D, E): queries, keys, values |
-| `layers.{i}.out.weight`, `.bias` | (E, H D) |
-| `layers.{i}.mlp_norm.weight` | (E,) |
-| `layers.{i}.gate_up.weight`, `.bias` | (2F, E): gate, up |
-| `layers.{i}.down.weight`, `.bias` | (E, F) |
-| `norm.weight` | (E,) |
-| `head.weight` | (V, E), where it is not tied to the embedding |
+| name | shape | where |
+| --- | --- | --- |
+| `embed.weight` | (V, E) | |
+| `positions.weight` | (L, E) | positions are learned |
+| `layers.{i}.attention_norm` | (E,) | norms are `pre` or `both` |
+| `layers.{i}.qkv` | ((H + 2K) D, E): queries, keys, values | |
+| `layers.{i}.q_norm`, `.k_norm` | (D,), or (H D,) and (K D,) | `qk_norm` is `head`, or `all` |
+| `layers.{i}.out` | (E, H D) | |
+| `layers.{i}.attention_post_norm` | (E,) | norms are `post` or `both` |
+| `layers.{i}.mlp_norm` | (E,) | as attention's, where the layer is not parallel |
+| `layers.{i}.gate_up` | (2F, E): gate, up | the feed-forward is gated |
+| `layers.{i}.up` | (F, E) | it is not |
+| `layers.{i}.down` | (E, F) | |
+| `layers.{i}.router` | (X, E) | a mixture of X experts, which has, in place of the three above: |
+| `layers.{i}.experts.{x}.gate_up`, `.down` | (2F, E), (E, F) | |
+| `layers.{i}.mlp_post_norm` | (E,) | as attention's |
+| `norm` | (E,) | |
+| `head.weight` | (V, E) | it is not tied to the embedding |
 
-Matrices are `Weight`s, vectors are tensors. The biases are there where the spec says so.
+Each name but the embeddings' has a `.weight`, and a `.bias` where the spec says so. Matrices are `Weight`s, vectors are
+tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ from intarsia.types import Checkpoint, TensorSource, Weight, WeightMap, dense
 
 Weights: TypeAlias = Mapping[str, Weight | torch.Tensor]
 
-EMBED, HEAD = "embed.weight", "head.weight"
+EMBED, POSITIONS, HEAD = "embed.weight", "positions.weight", "head.weight"
 
 _SHOWN = 5
 
@@ -99,15 +107,22 @@ def load_weights(
 
 
 def _read(checkpoint: Checkpoint, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
+    dtype = torch.float32 if source.float32 else dtype
+    if source.transposed:
+        stored = torch.empty(source.shapes[0], dtype=dtype)
+        checkpoint.tensors[source.names[0]].read(stored)
+        return stored.t().contiguous()
     whole = torch.empty(source.shape, dtype=dtype)
     start = 0
     for name, shape in zip(source.names, source.shapes, strict=True):
         checkpoint.tensors[name].read(whole.narrow(0, start, shape[0]))
         start += shape[0]
-    return whole
+    return whole.add_(source.offset) if source.offset else whole
 
 
 def _ready(name: str, weight: Weight, quantizers: Sequence[Quantizer], ops: Ops) -> Weight:
+    if name == POSITIONS:
+        return weight
     for quantizer in quantizers:
         if quantizer.accepts(name, weight.shape):
             weight = quantizer.quantize(name, weight)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from intarsia.executor import LocalExecutor
-from intarsia.types import Row, Want
+from intarsia.types import Row
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,8 @@ def prompt_logits(engine: Engine, token_ids: Sequence[int], *, chunk: int | None
             ids = tuple(token_ids[start : start + (chunk or len(token_ids))])
             found = cache.reserve(_ID, token_ids, start + len(ids))
             assert found is not None, "the cache has no room"
-            row = Row(sequence_id=_ID, token_ids=ids, start=start, want=Want.ALL, pages=cache.pages(_ID))
-            pieces.append(executor.forward((row,), (ids,)))
+            row = Row(sequence_id=_ID, token_ids=ids, start=start, pages=cache.pages(_ID))
+            pieces.append(executor.all_logits(row))
     finally:
         cache.release(_ID)
     return torch.cat(pieces)

@@ -106,7 +106,7 @@ class ByteFallback(Step[ByteRun]):
     """
 
     # Rust's number parser takes a sign as well.
-    _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+    BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
     def begin(self) -> ByteRun:
         return ByteRun()
@@ -114,7 +114,7 @@ class ByteFallback(Step[ByteRun]):
     def run(self, state: ByteRun, pieces: Sequence[str], final: bool) -> tuple[Sequence[str], ByteRun]:
         out: list[str] = []
         for piece in pieces:
-            if match := self._BYTE.fullmatch(piece):
+            if match := self.BYTE.fullmatch(piece):
                 state = self._grow(state, bytes([int(match[1], 16)]), out)
             else:
                 state = self._end(state, out)
@@ -162,11 +162,12 @@ class ByteLevel(Step[bytes]):
         return b""
 
     def run(self, state: bytes, pieces: Sequence[str], final: bool) -> tuple[Sequence[str], bytes]:
-        data = state + b"".join(map(self._encoded, pieces))
+        data = state + b"".join(map(self.encoded, pieces))
         text, used = codecs.utf_8_decode(data, "replace", final)
         return [text], data[used:]
 
-    def _encoded(self, piece: str) -> bytes:
+    def encoded(self, piece: str) -> bytes:
+        """Return the bytes that a piece stands for."""
         # Pieces are entries of the vocabulary, which bounds the cache.
         if (known := self._bytes_of.get(piece)) is not None:
             return known
@@ -231,6 +232,15 @@ class Decoding:
             pieces, state = step.run(state, pieces, final)
             after.append(state)
         return "".join(pieces), tuple(after)
+
+    def raw_bytes(self, piece: str) -> bytes | None:
+        """Return the bytes of a piece that need not be a text of its own; None where the chain has no such pieces."""
+        for step in self._steps:
+            if isinstance(step, ByteLevel):
+                return step.encoded(piece)
+            if isinstance(step, ByteFallback) and (match := step.BYTE.fullmatch(piece)):
+                return bytes([int(match[1], 16)])
+        return None
 
 
 def _steps(definition: Mapping[str, Any] | None) -> Iterable[Step[Any]]:

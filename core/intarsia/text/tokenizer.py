@@ -24,6 +24,7 @@ class Tokenizer:
     `add_bos` is set, ids begin with exactly one BOS, whether the text or the template already had it or not.
 
     Attributes:
+        spec: what it was made from.
         vocab_size: the largest id + 1.
         bos_id: put before prompts where `add_bos` is set.
         eos_ids: ids that end a generation.
@@ -33,6 +34,7 @@ class Tokenizer:
     _backend: Backend = field(repr=False)
     _decoding: Decoding = field(repr=False)
     _special: frozenset[str] = field(repr=False)
+    spec: TokenizerSpec = field(repr=False)
     vocab_size: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -60,6 +62,7 @@ class Tokenizer:
             backend=backend,
             decoding=Decoding(_decoder(backend)),
             special=frozenset(token.content for token in added if token.special),
+            spec=spec,
             vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
             bos_id=spec.bos_id,
             eos_ids=spec.eos_ids,
@@ -102,6 +105,14 @@ class Tokenizer:
         held, _ = self._decoding.run(states, (), final=True)
         text, _ = self._decoding.run(states, self._pieces((token_id,)), final=True)
         return text.removeprefix(held)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds inside a text; empty for special tokens and ids without one."""
+        pieces = self._plain_pieces((token_id,))
+        if not pieces:
+            return b""
+        raw = self._decoding.raw_bytes(pieces[0])
+        return self.id_text(token_id).encode() if raw is None else raw
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for one sequence."""

@@ -30,7 +30,6 @@ class Want(Enum):
 
     NONE = "none"  #: a chunk before the last of a prompt
     LAST = "last"  #: the last token and each draft before it: a token is chosen after each
-    ALL = "all"  #: every token, for scoring a prompt; tokens are chosen as for LAST
 
 
 @frozen(kw_only=True)
@@ -59,9 +58,11 @@ class Entered:
     """A sequence that an executor sees for the first time, or again after a preemption.
 
     Attributes:
+        params: none of its defaults is left open.
         seed: in force for this request; draws depend on (seed, choice, position, purpose) and nothing else.
         token_ids: the prompt and, after a preemption, what was generated before it.
         num_prompt: how many of them are the prompt.
+        stop_ids: ids that end it.
     """
 
     sequence_id: SequenceId
@@ -69,6 +70,7 @@ class Entered:
     seed: int
     token_ids: tuple[int, ...]
     num_prompt: int
+    stop_ids: frozenset[int] = frozenset()
 
 
 @frozen
@@ -116,7 +118,7 @@ class ForwardBatch:
         bounds: R + 1 offsets into T, on the host.
         starts: per row the position of its first token, on the host.
         pages: per cache group and row the page table, on the host.
-        logits_L: int64 indices into T of the tokens whose logits are wanted.
+        logits_L: int64 indices into T of the tokens after which one is chosen.
         attention: what the attention backend prepared for this step.
     """
 
@@ -142,6 +144,7 @@ class RowResult:
     Attributes:
         token_ids: accepted drafts and one token more; empty where no logits were wanted.
         logprobs: one for each of them, where asked for.
+        prompt_logprobs: where asked for, of the prompt's tokens that follow this row's: the first is at `start` + 1.
         drafts: proposals for the next step.
         error: why this row failed; its request ends with it, the others go on.
     """
@@ -149,6 +152,7 @@ class RowResult:
     sequence_id: SequenceId
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     drafts: tuple[int, ...] = ()
     error: str | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from attrs import Factory, field, frozen
 
@@ -16,20 +16,52 @@ if TYPE_CHECKING:
     import torch
 
 
+#: What an activation is called in a config's `hidden_act` is a family's business; these are what it means.
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+
+
 @frozen(cache_hash=True)  # every layer of every step looks its angles up by it
 class RopeSpec:
     """Rotary position embedding over the first `dim` of the head's dimensions (Su et al. 2021, RoFormer).
 
-    Pairs are (i, i + dim/2), as in Hugging Face checkpoints. `inverse_frequencies()` says what each kind means.
+    Pairs are (i, i + dim/2), as in Hugging Face checkpoints. `intarsia.models.rope` says what each kind means, and
+    which fields it reads.
+
+    Attributes:
+        factor: how many times longer than `original_max_len` sequences may get, for kinds that stretch.
+        attention_factor: multiplies cosine and sine (YaRN and LongRoPE).
+        short_factors, long_factors: LongRoPE's divisors, one a pair, for sequences up to `original_max_len` and beyond.
     """
 
-    kind: Literal["default", "linear", "llama3"]
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
     base: float
     dim: int
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+@frozen
+class NormSpec:
+    """The normalization of a model: all of its norms are alike.
+
+    Attributes:
+        kind: `rms` divides by the root mean square (Zhang and Sennrich 2019); `layer` takes the mean off first (Ba et
+            al. 2016).
+        eps: added to the mean of squares, or to the variance.
+        bias: whether each norm adds a vector.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    bias: bool = False
 
 
 @frozen
@@ -40,6 +72,8 @@ class AttentionSpec:
         scale: multiplies the scores, usually D ** -0.5.
         window: a query sees the last `window` keys, itself included; None is all of them.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; None leaves them.
+        qk_norm: queries and keys go through an RMS norm of their own before they are rotated: over each head's
+            dimensions (`head`), or over those of all heads together (`all`).
     """
 
     num_heads: int
@@ -51,23 +85,57 @@ class AttentionSpec:
     out_bias: bool = False
     window: int | None = None
     soft_cap: float | None = None
+    qk_norm: Literal["head", "all"] | None = None
 
 
 @frozen
 class MlpSpec:
-    """A gated feed-forward block: `down(activation(gate(x)) * up(x))` (Shazeer 2020, GLU Variants)."""
+    """A feed-forward block.
+
+    Attributes:
+        gated: `down(activation(gate(x)) * up(x))` (Shazeer 2020, GLU Variants); otherwise `down(activation(up(x)))`.
+        bias: whether every matrix has one.
+    """
 
     ffn_dim: int
-    activation: Literal["silu"]
+    activation: Activation
     bias: bool = False
+    gated: bool = True
+
+
+@frozen
+class MoeSpec:
+    """A sparse mixture of gated feed-forward blocks (Shazeer et al. 2017): each token goes to a few of them.
+
+    Attributes:
+        num_experts: how many there are.
+        top_k: how many a token goes to: those that its router finds likeliest.
+        ffn_dim: of one expert.
+        normalized: whether the weights of the chosen ones are scaled to sum to 1.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_dim: int
+    activation: Activation
+    normalized: bool = True
 
 
 @frozen
 class LayerSpec:
-    """One decoder layer: attention and feed-forward, each behind an RMS norm and added to the residual."""
+    """One decoder layer: attention and feed-forward, each added to the residual.
+
+    Attributes:
+        norms: where they stand: `pre` on what a block reads, `post` on what it gives, `both` on the two.
+        parallel: the feed-forward reads what attention reads, behind one norm, and both are added at once.
+        residual_scale: multiplies what each block adds.
+    """
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
+    norms: Literal["pre", "post", "both"] = "pre"
+    parallel: bool = False
+    residual_scale: float = 1.0
 
 
 @frozen
@@ -76,17 +144,27 @@ class DecoderSpec:
 
     Attributes:
         family: key of the family that made it.
-        max_len: the longest sequence it was trained for, in tokens.
+        max_len: the longest sequence that its config provides for, in tokens.
         tied: the head shares the embedding's weight.
+        num_positions: rows of a learned position embedding, which is added to the tokens'; 0 is none.
+        embedding_scale: multiplies the embeddings, rounded to their dtype.
+        head_bias: whether the head adds a vector.
+        logit_scale: multiplies the logits.
+        logit_soft_cap: logits become `cap * tanh(logits / cap)`, after the scale; None leaves them.
     """
 
     family: str
     vocab_size: int
     embed_dim: int
     max_len: int
-    norm_eps: float
+    norm: NormSpec
     tied: bool
     layers: tuple[LayerSpec, ...]
+    num_positions: int = 0
+    embedding_scale: float = 1.0
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -184,14 +262,26 @@ class StoredTensor(Protocol):
 
 @frozen
 class TensorSource:
-    """Where one tensor of the model comes from: the checkpoint tensors that are laid end to end along dim 0."""
+    """Where one tensor of the model comes from: the checkpoint tensors that are laid end to end along dim 0.
+
+    Attributes:
+        names, shapes: of the checkpoint's tensors.
+        transposed: the one tensor is a matrix that the checkpoint stores the other way round, (C, N).
+        float32: it stays in float32, whatever dtype the model runs in.
+        offset: added to every number.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    transposed: bool = False
+    float32: bool = False
+    offset: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole, as the model has it."""
+        if self.transposed:
+            return self.shapes[0][::-1]
         return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
 
 
@@ -248,6 +338,11 @@ class Checkpoint(Protocol):
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Every tensor in the files."""
+        ...
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """What the files recommend for sampling, in the spelling of Hugging Face's generation_config.json."""
         ...
 
     def tokenizer(self) -> TokenizerSpec | None:

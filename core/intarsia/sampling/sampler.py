@@ -16,39 +16,9 @@ import numpy as np
 import torch
 from attrs import define, field, frozen
 
-from intarsia.protocols import LogitsProcessor
+from intarsia.protocols import LogitsProcessor, SequenceProcessor
+from intarsia.sampling.random import CHOOSE, uniforms
 from intarsia.types import Entered, Row, RowResult, SamplingParams, SequenceId, TokenLogprobs, Want
-
-#: What a uniform number is drawn for: the third word of its counter.
-CHOOSE: Final = 0
-
-_MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL: Final = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_MASK: Final = np.uint64(0xFFFFFFFF)
-_SHIFT: Final = np.uint64(32)
-
-
-def philox(keys_L2: np.ndarray, counters_L4: np.ndarray) -> np.ndarray:
-    """Return Philox4x32-10 blocks (L, 4): 32-bit words, held in uint64 (Salmon et al. 2011)."""
-    k0, k1 = keys_L2[:, 0].copy(), keys_L2[:, 1].copy()
-    c0, c1, c2, c3 = (counters_L4[:, i].copy() for i in range(4))
-    for _ in range(10):
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = (second >> _SHIFT) ^ c1 ^ k0, (first >> _SHIFT) ^ c3 ^ k1
-        c1, c3 = second & _MASK, first & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return np.stack((c0, c1, c2, c3), axis=1)
-
-
-def uniforms(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], purpose: int) -> np.ndarray:
-    """Return numbers in [0, 1), float64 with 53 random bits, one for each (seed, choice, position)."""
-    seed = np.asarray(seeds, dtype=np.uint64)
-    keys = np.stack((seed & _MASK, seed >> _SHIFT), axis=1)
-    counters = np.zeros((len(seed), 4), dtype=np.uint64)
-    counters[:, 0], counters[:, 1], counters[:, 2] = positions, choices, purpose
-    words = philox(keys, counters)
-    bits = (words[:, 0] << np.uint64(21)) | (words[:, 1] >> np.uint64(11))
-    return bits.astype(np.float64) * 2.0**-53
 
 
 @define
@@ -60,7 +30,7 @@ class _State:
     choice: int
     num_prompt: int
     token_ids: list[int]
-    processors: list[LogitsProcessor]
+    processors: list[tuple[LogitsProcessor, SequenceProcessor]]
     error: str | None
 
 
@@ -82,7 +52,7 @@ class Sampler:
         for processor in self.processors:
             try:
                 if processor.applies(entered.params):
-                    processors.append(processor)
+                    processors.append((processor, processor.open(entered.params, entered.num_prompt)))
             except Exception as raised:  # as in `_process`: it ends this sequence alone
                 error = _blame(processor, raised)
         self._states[entered.sequence_id] = _State(
@@ -138,8 +108,8 @@ class Sampler:
         for row in rows:
             if row.want is Want.NONE:
                 continue
-            stop = first + (len(row.token_ids) if row.want is Want.ALL else row.num_drafts + 1)
-            tasks.append(_Task(row, self._states[row.sequence_id], range(stop - row.num_drafts - 1, stop)))
+            stop = first + row.num_drafts + 1
+            tasks.append(_Task(row, self._states[row.sequence_id], range(first, stop)))
             first = stop
         return tasks
 
@@ -181,10 +151,10 @@ def _process(task: _Task, logits_LV: torch.Tensor) -> str | None:
     if state.error:
         return state.error
     for depth, index in enumerate(task.span):
-        for processor in state.processors:
+        for processor, opened in state.processors:
             before = [*state.token_ids, *task.drafts[:depth]]
             try:
-                processor.process(state.params, state.num_prompt, before, logits_LV[index])
+                opened.process(before, logits_LV[index])
             except Exception as error:  # a third party's code, whatever it raises, ends this row alone
                 return _blame(processor, error)
     return None
@@ -250,14 +220,14 @@ def target_probabilities(logits_LV: torch.Tensor, params: Sequence[SamplingParam
     # Taking the maximum off first keeps a tiny temperature from overflowing.
     scores = (scores - scores.max(dim=-1, keepdim=True).values) / temperatures.unsqueeze(1)
     vocab = scores.shape[1]
-    limited = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
+    limited = [i for i, p in enumerate(params) if p.top_k and p.top_k < vocab]
     if limited:
         ks = torch.tensor([params[i].top_k for i in limited], device=scores.device)
         best = scores[limited].topk(int(ks.max()), dim=-1).values
         threshold = best.gather(1, (ks - 1).unsqueeze(1))
         scores[limited] = scores[limited].masked_fill(scores[limited] < threshold, -torch.inf)
     probabilities = torch.softmax(scores, dim=-1)
-    nuclear = [i for i, p in enumerate(params) if p.top_p < 1]
+    nuclear = [i for i, p in enumerate(params) if p.top_p is not None and p.top_p < 1]
     if nuclear:
         top_p = torch.tensor([params[i].top_p for i in nuclear], dtype=torch.float64, device=scores.device)
         probabilities[nuclear] = _nucleus(probabilities[nuclear], top_p)
