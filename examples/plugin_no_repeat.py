@@ -13,17 +13,24 @@ import sys
 from attrs import field, frozen, validators
 
 from intarsia import Provider, hookimpl
+from intarsia.protocols import LogitsProcessor
 
 
 @frozen(kw_only=True)
-class NoRepeat:
+class NoRepeat(LogitsProcessor):
     size: int = field(default=3, validator=validators.ge(1))
 
-    def applies(self, params):
-        return True
+    def open(self, params, num_prompt):
+        return Answer(self.size, num_prompt)
 
-    def process(self, params, num_prompt, token_ids, logits_V):
-        answer = token_ids[num_prompt:]
+
+@frozen
+class Answer:
+    size: int
+    num_prompt: int
+
+    def process(self, token_ids, logits_V):
+        answer = token_ids[self.num_prompt :]
         last = answer[len(answer) - self.size + 1 :]
         for i in range(len(answer) - self.size + 1):
             if answer[i : i + self.size - 1] == last:

@@ -570,15 +570,16 @@ class Drafter(Protocol):
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of the requests that ask for it."""
+    """Changes the logits of the requests that ask for it. A subclass inherits all but `open`."""
 
     def applies(self, params: SamplingParams) -> bool:
         """Whether a request with these parameters needs it.
 
-        Asked when the request comes, and cheap. What it asks of this processor is in `params.logits_processors`, under
+        All do by default. Asked when the request comes, and cheap. What it asks of this processor is in `params.logits_processors`, under
         the processor's key. Raise InvalidRequestError where that is malformed: the request is refused, before any step.
         """
-        ...
+        del params
+        return True
 
     def prepare(self, params: SamplingParams) -> Future[object] | None:
         """Begin long work for a request that it applies to, outside the engine's thread; None where there is none.
@@ -586,7 +587,8 @@ class LogitsProcessor(Protocol):
         The request waits until the future is done, and the others go on. If the future raises InvalidRequestError, the
         request fails with its message.
         """
-        ...
+        del params
+        return None
 
     def open(self, params: SamplingParams, num_prompt: int) -> SequenceProcessor:
         """Return what processes one sequence of such a request. It is dropped when the sequence leaves."""

@@ -85,7 +85,8 @@ def test_the_example_plugin_runs_and_changes_the_answer(capsys):
 def test_the_example_plugin_forbids_what_would_repeat_the_answer_and_nothing_else(size, answer, forbidden):
     logits_V = torch.zeros(10)
     prompt = [5, 6, 9]
-    example("plugin_no_repeat").NoRepeat(size=size).process(None, len(prompt), [*prompt, *answer], logits_V)
+    opened = example("plugin_no_repeat").NoRepeat(size=size).open(None, len(prompt))
+    opened.process([*prompt, *answer], logits_V)
     assert set(logits_V.isneginf().nonzero().flatten().tolist()) == forbidden
 
 

@@ -221,12 +221,13 @@ def test_an_answer_that_fails_exits_1(refused, cli, install, model):
         "broken_processor",
         """
         from intarsia.hookspecs import hookimpl
+        from intarsia.protocols import LogitsProcessor
         from intarsia.types import Provider
 
-        class Processor:
-            def applies(self, params):
-                return True
-            def process(self, params, num_prompt, token_ids, logits_V):
+        class Processor(LogitsProcessor):
+            def open(self, params, num_prompt):
+                return self
+            def process(self, token_ids, logits_V):
                 raise ValueError("no such grammar")
 
         @hookimpl

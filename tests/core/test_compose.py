@@ -21,7 +21,7 @@ from intarsia.models.cache import TensorCache
 from intarsia.models.eager import EagerRunner
 from intarsia.ops import OPS
 from intarsia.plugins import Registry
-from intarsia.protocols import Kernel, Parts
+from intarsia.protocols import Kernel, LogitsProcessor, Parts
 from intarsia.testing import prompt_logits
 from intarsia.types import CacheOptions, Choice, EngineConfig, Fit, PluginsOptions, Provider, Unfit, Weight
 from models import edit_json, tiny_llama
@@ -905,7 +905,7 @@ def test_quantizers_run_in_order(tmp_path):
 # --- logits processors ------------------------------------------------------------------------------------------------
 
 
-class Ban:
+class Ban(LogitsProcessor):
     """Forbids a token to requests with an odd seed."""
 
     def __init__(self, token):
@@ -914,13 +914,17 @@ class Ban:
     def applies(self, params):
         return params.seed is not None and params.seed % 2 == 1
 
-    def process(self, params, num_prompt, token_ids, logits_V):
+    def open(self, params, num_prompt):
+        self.num_prompt = num_prompt
+        return self
+
+    def process(self, token_ids, logits_V):
         logits_V[self.token] = -torch.inf
 
 
 class Raise(Ban):
-    def process(self, params, num_prompt, token_ids, logits_V):
-        if len(token_ids) > num_prompt + 1:
+    def process(self, token_ids, logits_V):
+        if len(token_ids) > self.num_prompt + 1:
             raise LookupError("no such grammar")
 
 

@@ -70,7 +70,7 @@ def test_a_report_is_strict_json_and_says_who_is_there_and_why(model):
 
 
 def test_a_slot_of_several_parts_lists_them_in_order(model):
-    part = types.SimpleNamespace(applies=lambda _: False, process=lambda *_: None)
+    part = types.SimpleNamespace(applies=lambda _: False, prepare=lambda _: None, open=lambda *_: None)
     offered = [Provider(key=key, summary="", build=lambda _: part) for key in ("one", "two")]
     plugin = types.SimpleNamespace(provide_logits_processors=hookimpl(lambda: offered))
     report = report_of(model, {"mine": plugin}, logits_processors=["two", "one"])
