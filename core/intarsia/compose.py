@@ -189,8 +189,9 @@ class _Composer:
             model_type = checkpoint.config.get("model_type")
         family = self._choose_family(checkpoint, model_type)
         with blamed("spec or weight_map", self.select.of("family")[0].offer):
-            spec = family.spec(checkpoint.config, frozenset(checkpoint.tensors))
-            weight_map = family.weight_map(spec)
+            names = frozenset(checkpoint.tensors)
+            spec = family.spec(checkpoint.config, names)
+            weight_map = family.weight_map(spec, names)
         check_tensors(checkpoint, weight_map)
         with blamed("tokenizer", self.select.of("loader")[0].offer):
             definition = checkpoint.tokenizer()

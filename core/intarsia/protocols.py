@@ -251,8 +251,8 @@ class ModelFamily(Protocol):
         """Return the model; raise CheckpointError for a value that this family does not know."""
         ...
 
-    def weight_map(self, spec: DecoderSpec) -> WeightMap:
-        """Return which checkpoint tensors make the model's."""
+    def weight_map(self, spec: DecoderSpec, tensor_names: frozenset[str]) -> WeightMap:
+        """Return which checkpoint tensors make the model's. One family's checkpoints can differ in their names."""
         ...
 
 

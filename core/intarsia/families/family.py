@@ -21,12 +21,14 @@ class Family:
     Attributes:
         read: makes the spec of (a config, the names of the checkpoint's tensors); raises CheckpointError for a value
             that the family does not know.
-        names: what the checkpoint calls its tensors.
+        names: what its checkpoints call their tensors.
+        other_names: other spellings of the same; taken is the first of all whose embedding the checkpoint holds.
         model_class: the end of the class names in `architectures` that it knows.
     """
 
     read: Callable[[Fields, frozenset[str]], DecoderSpec]
     names: Names = Factory(Names)
+    other_names: tuple[Names, ...] = ()
     model_class: str = "ForCausalLM"
 
     def spec(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> DecoderSpec:
@@ -42,9 +44,11 @@ class Family:
             raise fields.wrong("architectures", f"the list of one model class that ends in {self.model_class!r}")
         return self.read(fields, tensor_names)
 
-    def weight_map(self, spec: DecoderSpec) -> WeightMap:
+    def weight_map(self, spec: DecoderSpec, tensor_names: frozenset[str] = frozenset()) -> WeightMap:
         """Return which checkpoint tensors make the model's."""
-        return self.names.weight_map(spec)
+        known = (self.names, *self.other_names)
+        names = next((names for names in known if f"{names.embed}.weight" in tensor_names), self.names)
+        return names.weight_map(spec)
 
 
 def provider(model_type: str, where: str, summary: str) -> Provider:

@@ -33,6 +33,10 @@ class Fields:
         """Whether a value is given."""
         return self.values.get(name) is not None
 
+    def over(self, defaults: Mapping[str, Any]) -> Fields:
+        """Return these fields over a family's defaults, which stand where a name is absent; not where it is null."""
+        return Fields({**defaults, **self.values}, self.prefix)
+
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return a value as it is."""
         value = self.values.get(name)
