@@ -10,7 +10,7 @@ from attrs import frozen
 
 from intarsia.errors import InvalidRequestError
 from intarsia.text import Tokenizer
-from intarsia.types import Prompt, Request
+from intarsia.types import Chat, Prompt, Request
 
 
 @frozen
@@ -22,8 +22,8 @@ class Prompts:
     max_model_len: int
 
     def split(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        """Return a list of prompts: a text, a bare list of ints and a bare list of messages are one prompt each."""
-        if isinstance(prompts, str):
+        """Return a list of prompts: a text, a chat, a bare list of ints and one of messages are one prompt each."""
+        if isinstance(prompts, str | Chat):
             return [prompts]
         listed: list[Any] = _listed(prompts)
         if listed and all(_is_id(item) or isinstance(item, Mapping) for item in listed):
@@ -60,6 +60,8 @@ class Prompts:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._tokenizer("text").encode(prompt)
+        if isinstance(prompt, Chat):
+            return self._tokenizer("a chat").encode_chat(prompt)
         listed: list[Any] = _listed(prompt)
         if listed and all(isinstance(item, Mapping) for item in listed):
             return self._tokenizer("messages").encode_chat(listed)

@@ -10,7 +10,7 @@ from jinja2.exceptions import SecurityError
 
 from intarsia.errors import CheckpointError, InvalidRequestError
 from intarsia.text.sandbox import BoundExceeded, Sandbox, TemplateRefusal
-from intarsia.types import Message
+from intarsia.types import Chat, Message
 
 _MAX_DEPTH = 32
 
@@ -32,7 +32,7 @@ class ChatTemplate:
         except Exception as error:  # Jinja and Python's compiler have many ways to say no
             self._error = f"{type(error).__name__}: {error}"
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, chat: Chat | Sequence[Message]) -> str:
         """Return the text of a chat, up to where the assistant's turn begins.
 
         Content that is a list of text parts goes to templates that loop over content as it is; for others its texts are
@@ -43,7 +43,9 @@ class ChatTemplate:
                 much, or reaches for what the sandbox keeps from it.
             CheckpointError: the template is malformed.
         """
-        turns = [_turn(message, f"messages[{index}]", self._takes_parts) for index, message in _numbered(messages)]
+        chat = chat if isinstance(chat, Chat) else Chat(chat)
+        messages = enumerate(chat.messages)
+        turns = [_turn(message, f"messages[{index}]", self._takes_parts) for index, message in messages]
         if self._template is None:
             raise CheckpointError(
                 f"tokenizer.chat_template: it does not compile ({self._error}); plain prompts work",
@@ -90,13 +92,6 @@ def _is_content(expression: nodes.Node) -> bool:
         case nodes.Getitem(arg=nodes.Const(value="content")):
             return True
     return False
-
-
-def _numbered(messages: Any) -> Sequence[tuple[int, Any]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        shown = "an empty list" if messages in ([], ()) else type(messages).__name__
-        raise InvalidRequestError(f"messages: {shown} is not a list of at least one message", field="messages")
-    return list(enumerate(messages))
 
 
 def _turn(message: Any, path: str, takes_parts: bool) -> dict[str, Any]:

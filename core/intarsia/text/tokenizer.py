@@ -13,7 +13,7 @@ from intarsia.errors import CheckpointError, InvalidRequestError
 from intarsia.text.chat import ChatTemplate
 from intarsia.text.decoding import Decoding
 from intarsia.text.detokenizer import Detokenizer
-from intarsia.types import Message, TokenizerSpec
+from intarsia.types import Chat, Message, TokenizerSpec
 
 
 @frozen(eq=False)
@@ -78,18 +78,18 @@ class Tokenizer:
         """
         return self._with_bos(self._encode(text, "prompt"))
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a chat up to where the assistant's turn begins.
+    def encode_chat(self, chat: Chat | Sequence[Message]) -> list[int]:
+        """Return the ids of a chat; of messages alone, up to where the assistant's turn begins.
 
         Raises:
-            InvalidRequestError: the model has no chat template, or the messages are malformed or refused by it.
+            InvalidRequestError: the model has no chat template, or the chat is malformed or refused by it.
             CheckpointError: the template is malformed.
         """
         if self.chat_template is None:
             raise InvalidRequestError(
                 "messages: this model has no chat template, so it takes no chat; plain prompts work", field="messages"
             )
-        return self._with_bos(self._encode(self.chat_template.render(messages), "messages"))
+        return self._with_bos(self._encode(self.chat_template.render(chat), "messages"))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; those outside the vocabulary, such as a padded vocabulary's last ones, have none."""

@@ -13,6 +13,7 @@ from intarsia.types.batch import (
     Want,
 )
 from intarsia.types.cache import CacheGroup, CacheLayout, CacheOptions, CacheStats, parse_bytes
+from intarsia.types.chat import Chat, Message
 from intarsia.types.config import (
     AUTO,
     INVARIANCE_ORDER,
@@ -53,7 +54,6 @@ from intarsia.types.request import (
     Completion,
     CompletionChoice,
     FinishReason,
-    Message,
     Output,
     Prompt,
     Request,
@@ -78,6 +78,7 @@ __all__ = [
     "CacheMove",
     "CacheOptions",
     "CacheStats",
+    "Chat",
     "Checkpoint",
     "Choice",
     "Completion",

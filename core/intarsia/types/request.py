@@ -10,12 +10,11 @@ from typing import Any, Literal, TypeAlias
 from attrs import Attribute, evolve, field, fields, frozen
 
 from intarsia.errors import InvalidRequestError
+from intarsia.types.chat import Chat, Message
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
-#: One turn of a chat: `{"role": "user", "content": "Hi"}`.
-Message: TypeAlias = Mapping[str, Any]
-#: Text, token ids, or the messages of a chat.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+#: Text, token ids, or the messages of a chat, alone or with its tools and template variables.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat
 
 
 def _reject(name: str, value: object, right: str) -> InvalidRequestError:
@@ -198,7 +197,7 @@ class Request:
     """One thing to generate. Ids are the client's own and are free again once the request is finished.
 
     Attributes:
-        prompt: text, token ids, or chat messages.
+        prompt: text, token ids, chat messages, or a `Chat`.
         priority: higher runs first.
         cache_salt: its cached prefixes are shared with requests of an equal salt alone.
     """
