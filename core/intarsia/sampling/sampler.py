@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from attrs import define, field, frozen
 
-from intarsia.protocols import LogitsProcessor, SequenceProcessor
+from intarsia.protocols import LogitsProcessor, SequenceProcessor, TokenizerView
 from intarsia.sampling.random import CHOOSE, uniforms
+from intarsia.sampling.reports import report
 from intarsia.types import Entered, Row, RowResult, SamplingParams, SequenceId, TokenLogprobs, Want
 
 
@@ -44,6 +45,7 @@ class Sampler:
 
     num_ids: int
     processors: tuple[LogitsProcessor, ...] = ()
+    tokenizer: TokenizerView | None = None
     _states: dict[SequenceId, _State] = field(factory=dict, init=False)
 
     def enter(self, entered: Entered) -> None:
@@ -102,6 +104,33 @@ class Sampler:
             logprobs = reports[sequence_id].read(accepted) if sequence_id in reports else ()
             results[sequence_id] = RowResult(sequence_id=sequence_id, token_ids=tuple(accepted), logprobs=logprobs)
         return [results.get(row.sequence_id) or RowResult(sequence_id=row.sequence_id) for row in rows]
+
+    def scored(self, row: Row) -> range:
+        """Return the indices into a row's ids after which a token of the prompt follows that is to be scored."""
+        state = self._states[row.sequence_id]
+        if state.params.prompt_logprobs is None or state.choice != 0:
+            return range(0)
+        return range(min(len(row.token_ids), max(0, state.num_prompt - 1 - row.start)))
+
+    def score(self, row: Row, indices: range, logits_LV: torch.Tensor) -> tuple[TokenLogprobs, ...]:
+        """Score the prompt's tokens that follow some of those that `scored` gave. Call it before `choose`.
+
+        Args:
+            row: a row of the plan.
+            indices: L of them.
+            logits_LV: fp32 logits after each; not changed.
+
+        Returns:
+            One entry an index. None where the logits are not finite; then `choose` gives this row its error.
+        """
+        state = self._states[row.sequence_id]
+        wanted = state.params.prompt_logprobs
+        assert wanted is not None
+        following = [state.token_ids[row.start + index + 1] for index in indices]
+        entries = report(logits_LV[:, : self.num_ids], following, wanted)
+        if entries is None:
+            state.error = "the logits of its prompt are not finite"
+        return entries or ()
 
     def _tasks(self, rows: Sequence[Row]) -> list[_Task]:
         tasks, first = [], 0
