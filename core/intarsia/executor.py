@@ -68,7 +68,7 @@ class LocalExecutor:
     _done: deque[StepResult] = field(factory=deque, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._sampler = Sampler(self.context.num_ids, self.context.logits_processors)
+        self._sampler = Sampler(self.context.num_ids, self.context.logits_processors, self.context.tokenizer)
 
     @property
     def depth(self) -> int:
