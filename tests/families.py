@@ -9,7 +9,24 @@ from pathlib import Path
 
 import torch
 from attrs import frozen
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from models import TOKENIZER_SIZE, tiny_tokenizer
 
@@ -45,7 +62,51 @@ class Case:
     lengths: tuple[int, ...] = (40, 9, 17, 32)
 
 
-CASES = (Case("qwen3", Qwen3Config(**SMALL, head_dim=16)),)
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+
+GEMMA = SMALL | {"num_hidden_layers": 7, "head_dim": 24, "query_pre_attn_scalar": 30, "sliding_window": 8}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+TINY_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 128, "vocab_size": TOKENIZER_SIZE}
+EXPERTS = SMALL | {"num_local_experts": 6, "num_experts_per_tok": 2}
+QWEN3_MOE = SMALL | {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+CASES = (
+    Case("mistral", MistralConfig(**SMALL, sliding_window=8)),
+    Case("mistral without a window", MistralConfig(**SMALL, sliding_window=None, head_dim=24)),
+    Case("qwen2", Qwen2Config(**SMALL)),
+    Case("qwen2 with windows", Qwen2Config(**SMALL, **WINDOWS, tie_word_embeddings=True)),
+    Case("qwen3", Qwen3Config(**SMALL, head_dim=16)),
+    Case("qwen3 with windows and biases", Qwen3Config(**SMALL, **WINDOWS, head_dim=24, attention_bias=True)),
+    Case("phi3", Phi3Config(**SMALL, sliding_window=8)),
+    Case("olmo2", Olmo2Config(**SMALL)),
+    Case("granite", GraniteConfig(**SMALL, **GRANITE, attention_bias=True, mlp_bias=True)),
+    Case("gemma2", Gemma2Config(**GEMMA, **CAPS)),
+    Case("gemma2 without caps", Gemma2Config(**GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None)),
+    Case("gemma3_text", Gemma3TextConfig(**GEMMA)),
+    Case("gemma3_text with caps and biases", Gemma3TextConfig(**GEMMA, **CAPS, attention_bias=True)),
+    Case("gemma3", Gemma3Config(text_config=GEMMA, vision_config=TINY_VISION, mm_tokens_per_image=4)),
+    Case("gpt2", GPT2Config(**GPT2)),
+    Case("gpt2 scaled by layer", GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True, n_inner=80)),
+    Case("phi", PhiConfig(**SMALL)),
+    Case("mixtral", MixtralConfig(**EXPERTS)),
+    Case("mixtral with windows", MixtralConfig(**EXPERTS, sliding_window=8, head_dim=24)),
+    Case("qwen3_moe", Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=True)),
+    Case("qwen3_moe in every second layer", Qwen3MoeConfig(**QWEN3_MOE, decoder_sparse_step=2, mlp_only_layers=[3])),
+)
 
 
 def saved(case: Case, path: Path) -> PreTrainedModel:

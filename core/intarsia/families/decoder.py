@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from intarsia.errors import CheckpointError
-from intarsia.families.fields import MAX_HEADS, MAX_LAYERS, Fields
+from intarsia.families.fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_LEN, Fields
 from intarsia.families.rope import max_len
-from intarsia.types import Activation, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
+from intarsia.types import Activation, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 
 HEAD = "lm_head.weight"
+
+#: What `layer_types` can hold.
+_TYPES = ("full_attention", "sliding_attention")
 
 #: `hidden_act` -> what it means. Hugging Face has several names for one function.
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -51,6 +54,28 @@ def mlp(fields: Fields, **differs: Any) -> MlpSpec:
     return MlpSpec(**facts | differs)
 
 
+def mixture(fields: Fields, ffn_dim: str, **differs: Any) -> MoeSpec:
+    """Return a mixture of gated experts whose chosen shares sum to 1, but for what `differs`.
+
+    Args:
+        fields: the config. The number of experts has two names, of which transformers 5 writes the first.
+        ffn_dim: the name of an expert's width.
+        differs: fields of MoeSpec.
+    """
+    name = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
+    num_experts = fields.size(name, high=MAX_EXPERTS)
+    top_k = fields.size("num_experts_per_tok", high=MAX_EXPERTS)
+    if top_k > num_experts:
+        raise fields.wrong("num_experts_per_tok", f"at most {name} ({num_experts})")
+    facts: dict[str, Any] = {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "ffn_dim": fields.size(ffn_dim),
+        "activation": fields.choice("hidden_act", ACTIVATIONS, "silu"),
+    }
+    return MoeSpec(**facts | differs)
+
+
 def decoder(
     family: str, fields: Fields, tensor_names: frozenset[str], layers: Sequence[LayerSpec], **differs: Any
 ) -> DecoderSpec:
@@ -83,7 +108,38 @@ def num_layers(fields: Fields) -> int:
     return fields.size("num_hidden_layers", high=MAX_LAYERS)
 
 
-def is_tied(fields: Fields, tensor_names: frozenset[str], *, default: bool = True) -> bool:
+def windows(fields: Fields, slides: Sequence[bool]) -> tuple[int | None, ...]:
+    """Return the window of each layer, or None: `sliding_window` for the layers that slide.
+
+    Args:
+        fields: the config.
+        slides: whether each layer does, where no `layer_types` says it.
+    """
+    types = [_TYPES[1] if one else _TYPES[0] for one in slides]
+    if fields.has("layer_types"):
+        types = list(fields.texts("layer_types", _TYPES, len(types)))
+    if _TYPES[1] not in types:
+        return (None,) * len(types)
+    window = fields.size("sliding_window", high=MAX_LEN)
+    return tuple(window if one == _TYPES[1] else None for one in types)
+
+
+def late_windows(fields: Fields) -> tuple[int | None, ...]:
+    """Return the window of each layer, or None, as Qwen's configs say it: where windows are in use, late layers slide.
+
+    Layers from `max_window_layers` on have the window, where no `layer_types` says otherwise.
+    """
+    count, first = num_layers(fields), 0
+    used = fields.flag("use_sliding_window") and fields.has("sliding_window")
+    if used and not fields.has("layer_types"):
+        first = fields.size("max_window_layers", 28, low=0, high=MAX_LAYERS)
+    found = windows(fields, [used and index >= first for index in range(count)])
+    if not used and any(found):
+        raise fields.wrong("use_sliding_window", "true, as the sliding layers of layer_types need")
+    return found
+
+
+def is_tied(fields: Fields, tensor_names: frozenset[str], *, default: bool = True, head: str = HEAD) -> bool:
     """Return whether the head is the embedding.
 
     Where the checkpoint has a head it is used, whatever the flag says, as transformers 5 does.
@@ -92,13 +148,14 @@ def is_tied(fields: Fields, tensor_names: frozenset[str], *, default: bool = Tru
         fields: the config.
         tensor_names: of the checkpoint.
         default: what `tie_word_embeddings` is where the config does not say.
+        head: the name of the head's tensor.
     """
     tied = fields.flag("tie_word_embeddings", default)
-    if HEAD in tensor_names:
+    if head in tensor_names:
         return False
     if fields.has("tie_word_embeddings") and not tied:
         raise CheckpointError(
-            f"the checkpoint has no {HEAD}, and config's tie_word_embeddings is false: the head is missing",
+            f"the checkpoint has no {head}, and config's tie_word_embeddings is false: the head is missing",
             field="tie_word_embeddings",
         )
     return True

@@ -13,6 +13,7 @@ from intarsia.errors import CheckpointError, did_you_mean
 #: Sizes past these are mistakes or attacks; no model comes near.
 MAX_LAYERS: Final = 4096
 MAX_HEADS: Final = 65_536
+MAX_EXPERTS: Final = 65_536
 MAX_DIM: Final = 1 << 24
 MAX_LEN: Final = 1 << 31
 
@@ -53,11 +54,11 @@ class Fields:
         path = f"{self.prefix}{name}"
         return CheckpointError(f"config: {path} is {shown}, not {right}", field=path)
 
-    def size(self, name: str, default: Any = _REQUIRED, *, high: int = MAX_DIM) -> int:
-        """Return a whole number from 1 to `high`."""
+    def size(self, name: str, default: Any = _REQUIRED, *, low: int = 1, high: int = MAX_DIM) -> int:
+        """Return a whole number from `low` to `high`."""
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-            raise self.wrong(name, f"a whole number from 1 to {high}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.wrong(name, f"a whole number from {low} to {high}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, low: float = 0.0) -> float:

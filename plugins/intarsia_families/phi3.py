@@ -1,0 +1,23 @@
+"""Phi-3 to Phi-4: llama whose projections are stored fused; part of a head may rotate (Abdin et al. 2024)."""
+
+from __future__ import annotations
+
+from intarsia.families import Family, Fields, Names, attention, decoder, head_dim, mlp, num_layers, read_rope, windows
+from intarsia.types import DecoderSpec, LayerSpec
+
+#: Of transformers' Phi3Config.
+_DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+
+
+def _read(fields: Fields, tensor_names: frozenset[str]) -> DecoderSpec:
+    fields = fields.over(_DEFAULTS)
+    rope = read_rope(fields, head_dim(fields))
+    slides = [fields.has("sliding_window")] * num_layers(fields)
+    layers = [
+        LayerSpec(attention=attention(fields, rope, window=window), mlp=mlp(fields))
+        for window in windows(fields, slides)
+    ]
+    return decoder("phi3", fields, tensor_names, layers)
+
+
+FAMILY = Family(_read, Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)))
