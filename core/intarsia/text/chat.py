@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import Template
 from jinja2.exceptions import SecurityError
 
 from intarsia.errors import CheckpointError, InvalidRequestError
+from intarsia.text.conventions import Conventions
+from intarsia.text.messages import PlainCopy, read_message, read_tool
 from intarsia.text.sandbox import BoundExceeded, Sandbox, TemplateRefusal
 from intarsia.types import Chat, Message
 
-_MAX_DEPTH = 32
+# Put behind the last message's content to find where it ends in the rendered text. A template that trims content
+# takes the space off. Of the private use area, so that no text holds it by chance.
+_MARK = "\ue0d7continue\ue0d7 "
 
 
 class ChatTemplate:
@@ -24,42 +28,59 @@ class ChatTemplate:
         self._sandbox = Sandbox()
         self._template: Template | None = None
         self._error = ""
-        self._takes_parts = False
+        self._conventions = Conventions()
         try:
             tree = self._sandbox.parse(source)
-            self._takes_parts = _loops_over_content(tree)
+            self._conventions = Conventions.of(tree)
             self._template = self._sandbox.compile_bounded(tree)
         except Exception as error:  # Jinja and Python's compiler have many ways to say no
             self._error = f"{type(error).__name__}: {error}"
 
     def render(self, chat: Chat | Sequence[Message]) -> str:
-        """Return the text of a chat, up to where the assistant's turn begins.
+        """Return the text of a chat; of messages alone, up to where the assistant's turn begins.
 
-        Content that is a list of text parts goes to templates that loop over content as it is; for others its texts are
-        joined with newlines.
+        What differs between templates is put into the form that this one takes. Content that is a list of text parts
+        goes to templates that loop over content as it is; for others its texts are joined with newlines. Arguments of
+        tool calls are objects, but JSON text for templates that put them between other text as they are. Content that
+        is null is no key, but none for templates that ask for none.
 
         Raises:
-            InvalidRequestError: the messages are malformed, or the template refuses them, fails on them, takes too
-                much, or reaches for what the sandbox keeps from it.
+            InvalidRequestError: the chat is malformed, or the template refuses it, fails on it, takes too much, or
+                reaches for what the sandbox keeps from it.
             CheckpointError: the template is malformed.
         """
         chat = chat if isinstance(chat, Chat) else Chat(chat)
-        messages = enumerate(chat.messages)
-        turns = [_turn(message, f"messages[{index}]", self._takes_parts) for index, message in messages]
+        variables = self._variables(chat)
         if self._template is None:
             raise CheckpointError(
                 f"tokenizer.chat_template: it does not compile ({self._error}); plain prompts work",
                 field="tokenizer.chat_template",
             )
-        variables = {
+        if not chat.continue_final_message:
+            return self._run(self._template, variables)
+        end = _mark_end(variables["messages"][-1])
+        return _cut(self._run(self._template, variables), end)
+
+    def _variables(self, chat: Chat) -> dict[str, Any]:
+        """Return what the template sees. As in Hugging Face's, a variable takes the place of a special token."""
+        copy = PlainCopy()
+        turns = [
+            read_message(message, f"messages[{index}]", self._conventions, copy)
+            for index, message in enumerate(chat.messages)
+        ]
+        tools = [read_tool(tool, f"tools[{index}]", copy) for index, tool in enumerate(chat.tools)]
+        return {
             **self._special_tokens,
+            **{name: copy.of(value, f"variables.{name}") for name, value in chat.variables.items()},
             "messages": turns,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
+            "tools": tools or None,
+            "documents": copy.of(chat.documents, "documents") or None,
+            "add_generation_prompt": chat.add_generation_prompt,
         }
+
+    def _run(self, template: Template, variables: Mapping[str, Any]) -> str:
         try:
-            return self._sandbox.run(self._template, variables)
+            return self._sandbox.run(template, variables)
         except TemplateRefusal as refusal:
             problem = f"refuses these messages: {refusal}"
         except BoundExceeded as error:
@@ -71,71 +92,32 @@ class ChatTemplate:
         raise InvalidRequestError(f"messages: the model's chat template {problem}", field="messages")
 
 
-def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether the template has a loop over a message's content, and so takes lists of parts."""
-    return any(_is_content(expression) for loop in tree.find_all(nodes.For) for expression in _within(loop.iter))
+# --- going on with the last message -----------------------------------------------------------------------------------
 
 
-def _within(expression: nodes.Node) -> Sequence[nodes.Node]:
-    # A filter or a slice around it is still a loop over it: `message.content | selectattr(...)`, `content[1:]`.
-    if isinstance(expression, nodes.Filter) and expression.node is not None:
-        return [expression, *_within(expression.node)]
-    if isinstance(expression, nodes.Getitem) and isinstance(expression.arg, nodes.Slice):
-        return [expression, *_within(expression.node)]
-    return [expression]
+def _mark_end(turn: dict[str, Any]) -> str:
+    """Put the mark behind a message's content; return the text that it is put behind."""
+    content = turn.get("content")
+    if isinstance(content, str):
+        turn["content"] = content + _MARK
+        return content
+    if content:  # parts
+        last: str = content[-1]["text"]
+        content[-1]["text"] = last + _MARK
+        return last
+    raise InvalidRequestError(
+        "continue_final_message: the last message has no content to go on with", field="continue_final_message"
+    )
 
 
-def _is_content(expression: nodes.Node) -> bool:
-    match expression:
-        case nodes.Name(name="content") | nodes.Getattr(attr="content"):
-            return True
-        case nodes.Getitem(arg=nodes.Const(value="content")):
-            return True
-    return False
-
-
-def _turn(message: Any, path: str, takes_parts: bool) -> dict[str, Any]:
-    """Return a copy of a message that a template may see."""
-    if not isinstance(message, Mapping):
-        raise _malformed(path, message, "a mapping with role and content")
-    if not isinstance(message.get("role"), str):
-        raise _malformed(f"{path}.role", message.get("role"), "a text")
-    if "content" not in message:
-        raise InvalidRequestError(f"{path}.content: it is missing", field=f"{path}.content")
-    turn = {key: _plain(value, f"{path}.{key}") for key, value in message.items()}
-    content = turn["content"]
-    if isinstance(content, list):
-        texts = [_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
-        if not takes_parts:
-            turn["content"] = "\n".join(texts)
-    elif content is not None and not isinstance(content, str):
-        raise _malformed(f"{path}.content", content, "a text, a list of text parts or null")
-    return turn
-
-
-def _part_text(part: Any, path: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise _malformed(path, part, 'a part such as {"type": "text", "text": "Hi"}; this model takes text only')
-    text: str = part["text"]
-    return text
-
-
-def _plain(value: Any, path: str, depth: int = 0) -> Any:
-    """Copy what JSON can say; anything else has methods that a template should not reach."""
-    if depth > _MAX_DEPTH:
-        raise InvalidRequestError(f"{path.split('[')[0]}: it is nested deeper than {_MAX_DEPTH}", field=path)
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        if not all(type(key) is str for key in value):
-            raise _malformed(path, value, "a mapping whose keys are texts")
-        return {key: _plain(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
-    raise _malformed(path, value, "a text, number, list, mapping, true, false or null")
-
-
-def _malformed(path: str, value: object, right: str) -> InvalidRequestError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 64 else f"{shown[:64]}..."
-    return InvalidRequestError(f"{path}: {shown} is not {right}", field=path)
+def _cut(rendered: str, end: str) -> str:
+    """Return the rendered chat up to the mark."""
+    found = rendered.rfind(_MARK.strip())
+    if found < 0 or end.strip() not in rendered:
+        raise InvalidRequestError(
+            "continue_final_message: the model's chat template changes or leaves out the last message's content, so "
+            "the model cannot go on with it",
+            field="continue_final_message",
+        )
+    text = rendered[:found]
+    return text if rendered.startswith(_MARK, found) else text.rstrip()

@@ -101,7 +101,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = _bounded(filter_, sized=name in _SIZED_FILTERS)
         self.globals.pop("lipsum")
         self.globals |= {
-            "dict": _dict,
+            "dict": _Dict(),
             "namespace": _TemplateNamespace,
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
@@ -221,6 +221,11 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """A function, as the type would hand out its methods."""
-    return dict(*args, **kwargs)
+class _Dict:
+    """Makes dicts, as `dict` does. The type itself would hand out its methods."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)

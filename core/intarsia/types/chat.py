@@ -23,6 +23,10 @@ def _listed(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
 
 
+def _messages(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _mappings(_: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, tuple):
         raise InvalidRequestError(
@@ -59,7 +63,7 @@ class Chat:
         InvalidRequestError: names the field, the value and what would be right.
     """
 
-    messages: Sequence[Message] = field(converter=lambda value: tuple(value) if isinstance(value, list) else value)
+    messages: Sequence[Message] = field(converter=_messages)
     tools: Sequence[Mapping[str, Any]] = field(default=(), converter=_listed, validator=_mappings, kw_only=True)
     documents: Sequence[Mapping[str, Any]] = field(default=(), converter=_listed, validator=_mappings, kw_only=True)
     continue_final_message: bool = field(default=False, validator=_flag, kw_only=True)
