@@ -10,29 +10,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from intarsia.sampling import CHOOSE, Sampler, accept, draw, philox, target_probabilities, uniforms
-from intarsia.types import Entered, Row, SamplingParams, Want
-
-VOCAB = 50
-
-
-def enter(sampler, name, params, prompt=(1, 2, 3), choice=0, seed=None):
-    sequence_id = (name, choice)
-    seed = seed if seed is not None else params.seed or 0
-    sampler.enter(
-        Entered(sequence_id=sequence_id, params=params, seed=seed, token_ids=tuple(prompt), num_prompt=len(prompt))
-    )
-    return sequence_id
-
-
-def row(sequence_id, prompt=(1, 2, 3), start=0, drafts=(), want=Want.LAST):
-    ids = (*prompt, *drafts)
-    return Row(sequence_id=sequence_id, token_ids=ids, start=start, num_drafts=len(drafts), want=want)
-
-
-def random_logits(rows, vocab=VOCAB, seed=0, scale=3.0):
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
+from intarsia.sampling import CHOOSE, Sampler, accept, philox, uniforms
+from intarsia.sampling.drawing import invert
+from intarsia.sampling.filters import Candidates
+from intarsia.types import SamplingParams, Want
+from sampling_rows import VOCAB, enter, probabilities, random_logits, row
 
 # --- the generator ----------------------------------------------------------------------------------------------------
 
@@ -91,8 +73,7 @@ def test_the_distribution_is_transformers_own(temperature, top_k, top_p, seed):
     expected = expected.softmax(-1)
     before = logits.clone()
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    found = target_probabilities(logits, [params] * 3)
-    found = found / found.sum(-1, keepdim=True)
+    found = probabilities(logits, [params] * 3)
     # At a nucleus whose edge is met to the last bit, either side of the edge is right.
     assert (found - expected).abs().max() < 1e-6 or abs(_edge(logits, params, found)) < 1e-6
     assert torch.equal(logits, before)
@@ -100,7 +81,7 @@ def test_the_distribution_is_transformers_own(temperature, top_k, top_p, seed):
 
 def _edge(logits, params, found):
     """How far the kept probability is from top_p, at the nearest row."""
-    full = target_probabilities(logits, [SamplingParams(temperature=params.temperature, top_k=params.top_k)] * 3)
+    full = probabilities(logits, [SamplingParams(temperature=params.temperature, top_k=params.top_k)] * 3)
     kept = [(full[i] * (found[i] > 0)).sum().item() for i in range(3)]
     return min((k - params.top_p for k in kept), key=abs)
 
@@ -113,27 +94,27 @@ def test_rows_with_different_settings_do_not_disturb_each_other():
         SamplingParams(temperature=1.0, top_p=0.4),
         SamplingParams(temperature=1e-300, top_k=7, top_p=0.9),
     ]
-    together = target_probabilities(logits, params)
-    alone = torch.cat([target_probabilities(logits[i : i + 1], [p]) for i, p in enumerate(params)])
+    together = probabilities(logits, params)
+    alone = torch.cat([probabilities(logits[i : i + 1], [p]) for i, p in enumerate(params)])
     assert torch.equal(together, alone)
     assert (together > 0).sum(-1)[1] == 3
     assert together[3].max() == 1.0
 
 
 def test_draws_follow_the_distribution():
-    probabilities = torch.tensor([[0.1, 0.0, 0.2, 0.05, 0.65]], dtype=torch.float64)
+    weights = torch.tensor([[0.1, 0.0, 0.2, 0.05, 0.65]], dtype=torch.float64)
     count = 20000
     numbers = uniforms([7] * count, [0] * count, range(count), CHOOSE)
-    counts = Counter(draw(probabilities.expand(count, -1), numbers))
+    counts = Counter(invert(Candidates(tuple(range(count)), weights.expand(count, -1).contiguous()), numbers))
     assert counts[1] == 0
     kept = [0, 2, 3, 4]
-    assert chisquare([counts[i] for i in kept], [probabilities[0, i].item() * count for i in kept]).pvalue > 1e-3
+    assert chisquare([counts[i] for i in kept], [weights[0, i].item() * count for i in kept]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53, 0.5])
 def test_the_ends_of_the_unit_interval_draw_tokens_that_have_probability(number):
-    probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.1, 0.0]], dtype=torch.float64)
-    (token,) = draw(probabilities, np.array([number]))
+    weights = torch.tensor([[0.0, 0.3, 0.0, 0.1, 0.0]], dtype=torch.float64)
+    (token,) = invert(Candidates((0,), weights), np.array([number]))
     assert token in (1, 3)
 
 
@@ -248,14 +229,6 @@ def test_rows_that_want_no_logits_get_no_tokens():
     assert results[1].token_ids == (int(logits.argmax()),)
 
 
-def test_rows_that_want_all_logits_choose_after_the_last_alone():
-    sampler = Sampler(VOCAB)
-    sequence_id = enter(sampler, "a", SamplingParams(temperature=0))
-    logits = random_logits(3)
-    (result,) = sampler.choose([row(sequence_id, want=Want.ALL)], logits.clone())
-    assert result.token_ids == (int(logits[2].argmax()),)
-
-
 # --- verification -----------------------------------------------------------------------------------------------------
 
 
@@ -298,74 +271,9 @@ def test_a_verified_run_equals_plain_decoding(drafts, right, temperature):
     assert result.logprobs == tuple(entries[: len(accepted)])
 
 
-class Ban:
-    """Forbids the token before, so that it shows whether drafts are seen."""
-
-    def applies(self, params):
-        return params.top_k == 0
-
-    def process(self, params, num_prompt, token_ids, logits_V):
-        assert num_prompt == 3
-        logits_V[token_ids[-1]] = -torch.inf
-
-
-def test_logits_processors_see_drafts_and_apply_where_they_say():
-    sampler = Sampler(VOCAB, (Ban(),))
-    first = enter(sampler, "a", SamplingParams(temperature=0))
-    second = enter(sampler, "b", SamplingParams(temperature=0, top_k=5))
-    logits = torch.zeros(4, VOCAB)
-    logits[:, 3], logits[:, 4] = 9.0, 8.0
-    results = sampler.choose([row(first, drafts=(4, 3)), row(second)], logits)
-    # after 3: 3 is banned, so 4; after the draft 4: 3; after the draft 3: 4 again
-    assert results[0].token_ids == (4, 3, 4)
-    assert results[1].token_ids == (3,)
-
-
 def test_of_equal_logits_the_lowest_id_is_chosen():
     logits_LV = torch.zeros(2, VOCAB)
     logits_LV[1, [3, 7]] = 1.0
     sampler = Sampler(VOCAB)
     ids = [enter(sampler, name, SamplingParams(temperature=0)) for name in "ab"]
     assert [result.token_ids for result in sampler.choose([row(i) for i in ids], logits_LV)] == [(0,), (3,)]
-
-
-def test_a_processor_that_raises_ends_its_own_row():
-    class Broken:
-        def applies(self, params):
-            return params.seed == 13
-
-        def process(self, params, num_prompt, token_ids, logits_V):
-            raise KeyError("grammar")
-
-    sampler = Sampler(VOCAB, (Broken(),))
-    ids = [enter(sampler, "a", SamplingParams(temperature=0)), enter(sampler, "b", SamplingParams(seed=13))]
-    results = sampler.choose([row(i) for i in ids], random_logits(2))
-    assert results[0].error is None and results[0].token_ids
-    assert "Broken" in results[1].error and "grammar" in results[1].error
-
-
-def test_a_processor_that_cannot_say_whether_it_applies_ends_that_sequence():
-    class Torn:
-        def applies(self, params):
-            if params.seed == 13:
-                raise KeyError("grammar")
-            return False
-
-    sampler = Sampler(VOCAB, (Torn(),))
-    ids = [enter(sampler, "a", SamplingParams(temperature=0)), enter(sampler, "b", SamplingParams(seed=13))]
-    results = sampler.choose([row(i) for i in ids], random_logits(2))
-    assert results[0].error is None and results[0].token_ids
-    assert "Torn" in results[1].error and "grammar" in results[1].error
-
-
-def test_a_processor_that_forbids_everything_is_an_error_not_a_token():
-    class Nothing:
-        def applies(self, params):
-            return True
-
-        def process(self, params, num_prompt, token_ids, logits_V):
-            logits_V.fill_(-torch.inf)
-
-    sampler = Sampler(VOCAB, (Nothing(),))
-    (result,) = sampler.choose([row(enter(sampler, "a", SamplingParams(seed=1)))], random_logits(1))
-    assert result.error and not result.token_ids

@@ -1,6 +1,6 @@
 """Choosing and verifying tokens."""
 
 from intarsia.sampling.random import CHOOSE, philox, uniforms
-from intarsia.sampling.sampler import Sampler, accept, draw, target_probabilities
+from intarsia.sampling.sampler import Sampler, accept
 
-__all__ = ["CHOOSE", "Sampler", "accept", "draw", "philox", "target_probabilities", "uniforms"]
+__all__ = ["CHOOSE", "Sampler", "accept", "philox", "uniforms"]

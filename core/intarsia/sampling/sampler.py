@@ -2,9 +2,10 @@
 
 Randomness is counter-based: one uniform number per (seed, choice, position, purpose), so that a request's draws depend
 on nothing else: not on its batch, its chunks, a preemption or speculation. A draft is accepted if it equals the token
-that the target draws at its position; so drafts never change the output, sampled or greedy.
+that the target draws at its position; so drafts never change the output, sampled or greedy. Penalties, biases, logits
+processors and bans at a position see the drafts before it, and none after.
 
-Shape legend: L rows of logits, V vocab, R rows.
+Shape legend: L rows of logits, V vocab.
 """
 
 from __future__ import annotations
@@ -12,27 +13,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
-from intarsia.protocols import LogitsProcessor, SequenceProcessor, TokenizerView
+from intarsia.protocols import LogitsProcessor, TokenizerView
+from intarsia.sampling.arithmetic import FAILED, likeliest
+from intarsia.sampling.bans import ban, lift
+from intarsia.sampling.drawing import draw
+from intarsia.sampling.penalties import add_biases, penalise
 from intarsia.sampling.random import CHOOSE, uniforms
-from intarsia.sampling.reports import report
-from intarsia.types import Entered, Row, RowResult, SamplingParams, SequenceId, TokenLogprobs, Want
+from intarsia.sampling.reports import Report, report
+from intarsia.sampling.state import State, Task
+from intarsia.sampling.words import Vocabulary, Words
+from intarsia.types import Entered, Row, RowResult, SequenceId, TokenLogprobs, Want
 
-
-@define
-class _State:
-    """What is known of one sequence: its parameters, the ids so far, and what failed before its first token."""
-
-    params: SamplingParams
-    seed: int
-    choice: int
-    num_prompt: int
-    token_ids: list[int]
-    processors: list[tuple[LogitsProcessor, SequenceProcessor]]
-    error: str | None
+_RAW_NOT_FINITE: Final = "the model's logits are not finite: NaN, inf, or -inf for every token"
 
 
 @define
@@ -41,31 +36,41 @@ class Sampler:
 
     Attributes:
         num_ids: ids from here on have logits in a padded vocabulary and no token; they are never chosen.
+        processors: the engine's logits processors, in the order in which they run.
+        tokenizer: knows the bytes of tokens, for banned words.
     """
 
     num_ids: int
     processors: tuple[LogitsProcessor, ...] = ()
     tokenizer: TokenizerView | None = None
-    _states: dict[SequenceId, _State] = field(factory=dict, init=False)
+    _states: dict[SequenceId, State] = field(factory=dict, init=False)
+    _vocabulary: Vocabulary | None = field(default=None, init=False)
 
     def enter(self, entered: Entered) -> None:
-        """Take a sequence, or take it again after a preemption."""
-        processors, error = [], None
+        """Take a sequence, or take it again after a preemption. What fails here is the error of its first row."""
+        state = State.of(entered, self.num_ids)
+        self._states[entered.sequence_id] = state
+        if state.params.banned_words:
+            state.error = self._ban_words(state)
+        opened = []
         for processor in self.processors:
             try:
                 if processor.applies(entered.params):
-                    processors.append((processor, processor.open(entered.params, entered.num_prompt)))
+                    opened.append((processor, processor.open(entered.params, entered.num_prompt)))
             except Exception as raised:  # as in `_process`: it ends this sequence alone
-                error = _blame(processor, raised)
-        self._states[entered.sequence_id] = _State(
-            entered.params,
-            entered.seed,
-            entered.sequence_id[1],
-            entered.num_prompt,
-            list(entered.token_ids),
-            processors,
-            error,
-        )
+                state.error = _blame(processor, raised)
+        state.processors = tuple(opened)
+
+    def _ban_words(self, state: State) -> str | None:
+        """Begin to keep banned words out of an answer; return why that cannot be."""
+        if self._vocabulary is None:
+            if self.tokenizer is None:
+                return "sampling.banned_words: this model has no tokenizer, so that words cannot be found in its tokens"
+            self._vocabulary = Vocabulary.of(self.tokenizer, self.num_ids)
+        vocabulary = self._vocabulary
+        state.words = Words(vocabulary, tuple(map(vocabulary.word, state.params.banned_words)))
+        state.words.extend(state.history.token_ids[state.history.num_prompt :])
+        return None
 
     def leave(self, sequence_id: SequenceId) -> None:
         """Forget a sequence. Unknown ids are ignored."""
@@ -73,44 +78,14 @@ class Sampler:
 
     def token_ids(self, sequence_id: SequenceId) -> Sequence[int]:
         """Return the prompt and what was chosen so far."""
-        return self._states[sequence_id].token_ids
-
-    def choose(self, rows: Sequence[Row], logits_LV: torch.Tensor) -> list[RowResult]:
-        """Choose after each row's last token and after each of its drafts; accept the drafts that agree.
-
-        Args:
-            rows: the plan's rows. In their order, as many rows of logits belong to each as it wants.
-            logits_LV: fp32; logits processors change it in place.
-
-        Returns:
-            One result a row. A row that fails has an error; the others are not disturbed.
-        """
-        logits = logits_LV[:, : self.num_ids]
-        tasks = self._tasks(rows)
-        reports = {
-            task.row.sequence_id: _Report.of(task, logits) for task in tasks if task.state.params.logprobs is not None
-        }
-        errors = {task.row.sequence_id: error for task in tasks if (error := _process(task, logits))}
-        picks = _pick(tasks, logits)
-        results = {}
-        for task in tasks:
-            sequence_id = task.row.sequence_id
-            accepted = accept(task.drafts, [picks[i] for i in task.span])
-            error = errors.get(sequence_id) or (_NOT_FINITE if _FAILED in accepted else None)
-            if error:
-                results[sequence_id] = RowResult(sequence_id=sequence_id, error=error)
-                continue
-            task.state.token_ids += accepted
-            logprobs = reports[sequence_id].read(accepted) if sequence_id in reports else ()
-            results[sequence_id] = RowResult(sequence_id=sequence_id, token_ids=tuple(accepted), logprobs=logprobs)
-        return [results.get(row.sequence_id) or RowResult(sequence_id=row.sequence_id) for row in rows]
+        return self._states[sequence_id].history.token_ids
 
     def scored(self, row: Row) -> range:
         """Return the indices into a row's ids after which a token of the prompt follows that is to be scored."""
         state = self._states[row.sequence_id]
         if state.params.prompt_logprobs is None or state.choice != 0:
             return range(0)
-        return range(min(len(row.token_ids), max(0, state.num_prompt - 1 - row.start)))
+        return range(min(len(row.token_ids), max(0, state.history.num_prompt - 1 - row.start)))
 
     def score(self, row: Row, indices: range, logits_LV: torch.Tensor) -> tuple[TokenLogprobs, ...]:
         """Score the prompt's tokens that follow some of those that `scored` gave. Call it before `choose`.
@@ -121,44 +96,69 @@ class Sampler:
             logits_LV: fp32 logits after each; not changed.
 
         Returns:
-            One entry an index. None where the logits are not finite; then `choose` gives this row its error.
+            One entry an index; nothing where the logits are not finite, and then `choose` gives this row its error.
         """
         state = self._states[row.sequence_id]
         wanted = state.params.prompt_logprobs
-        assert wanted is not None
-        following = [state.token_ids[row.start + index + 1] for index in indices]
+        assert wanted is not None, "only what `scored` gave is scored"
+        following = [state.history.token_ids[row.start + index + 1] for index in indices]
         entries = report(logits_LV[:, : self.num_ids], following, wanted)
         if entries is None:
-            state.error = "the logits of its prompt are not finite"
+            state.error = f"{_RAW_NOT_FINITE}, within the prompt"
         return entries or ()
 
-    def _tasks(self, rows: Sequence[Row]) -> list[_Task]:
+    def choose(self, rows: Sequence[Row], logits_LV: torch.Tensor) -> list[RowResult]:
+        """Choose after each row's last token and after each of its drafts; accept the drafts that agree.
+
+        Args:
+            rows: the plan's rows. In their order, as many rows of logits belong to each as it wants.
+            logits_LV: fp32; changed in place.
+
+        Returns:
+            One result a row. A row that fails has an error; the others are not disturbed.
+        """
+        logits = logits_LV[:, : self.num_ids]
+        tasks = self._tasks(rows)
+        reports = {
+            task.row.sequence_id: Report.of(logits[task.span.start : task.span.stop], task.state.params.logprobs)
+            for task in tasks
+            if task.state.params.logprobs is not None
+        }
+        penalise(tasks, logits)
+        add_biases(tasks, logits)
+        for task in tasks:
+            task.state.error = task.state.error or _process(task, logits)
+        picks, best = _pick(tasks, logits)
+        results = {}
+        for task in tasks:
+            sequence_id, found = task.row.sequence_id, reports.get(task.row.sequence_id)
+            accepted = accept(task.drafts, picks[task.span.start : task.span.stop])
+            error = task.state.error or (_failure(best[task.span[len(accepted) - 1]]) if FAILED in accepted else None)
+            logprobs = found.read(accepted) if found and not error else ()
+            if logprobs is None:
+                error = _RAW_NOT_FINITE
+            if error:
+                results[sequence_id] = RowResult(sequence_id=sequence_id, error=error)
+                continue
+            task.state.extend(accepted)
+            results[sequence_id] = RowResult(
+                sequence_id=sequence_id, token_ids=tuple(accepted), logprobs=logprobs or ()
+            )
+        return [results.get(row.sequence_id) or self._unchosen(row) for row in rows]
+
+    def _unchosen(self, row: Row) -> RowResult:
+        """Return the result of a row that wants no tokens: the error of its prompt's scores, if there was one."""
+        return RowResult(sequence_id=row.sequence_id, error=self._states[row.sequence_id].error)
+
+    def _tasks(self, rows: Sequence[Row]) -> list[Task]:
         tasks, first = [], 0
         for row in rows:
             if row.want is Want.NONE:
                 continue
             stop = first + row.num_drafts + 1
-            tasks.append(_Task(row, self._states[row.sequence_id], range(first, stop)))
+            tasks.append(Task(row, self._states[row.sequence_id], range(first, stop)))
             first = stop
         return tasks
-
-
-@frozen
-class _Task:
-    """A row that wants tokens, and the rows of logits that are its own."""
-
-    row: Row
-    state: _State
-    span: range
-
-    @property
-    def drafts(self) -> tuple[int, ...]:
-        return self.row.token_ids[len(self.row.token_ids) - self.row.num_drafts :]
-
-    @property
-    def first_position(self) -> int:
-        """Position of the token that is chosen first."""
-        return self.row.start + len(self.row.token_ids) - self.row.num_drafts
 
 
 def accept(drafts: Sequence[int], picks: Sequence[int]) -> list[int]:
@@ -174,16 +174,15 @@ def accept(drafts: Sequence[int], picks: Sequence[int]) -> list[int]:
     return list(picks[: agreeing + 1])
 
 
-def _process(task: _Task, logits_LV: torch.Tensor) -> str | None:
+def _process(task: Task, logits_LV: torch.Tensor) -> str | None:
     """Run a row's logits processors at each of its positions; return what went wrong, if anything."""
     state = task.state
-    if state.error:
-        return state.error
-    for depth, index in enumerate(task.span):
+    if not state.processors:
+        return None
+    for index, drafts in task.positions():
         for processor, opened in state.processors:
-            before = [*state.token_ids, *task.drafts[:depth]]
             try:
-                opened.process(before, logits_LV[index])
+                opened.process([*state.history.token_ids, *drafts], logits_LV[index])
             except Exception as error:  # a third party's code, whatever it raises, ends this row alone
                 return _blame(processor, error)
     return None
@@ -193,115 +192,34 @@ def _blame(processor: LogitsProcessor, error: Exception) -> str:
     return f"logits processor {type(processor).__name__}: {type(error).__name__}: {error}"
 
 
-#: In place of a token, where logits hold NaN, or nothing that may be chosen.
-_FAILED: Final = -1
-_NOT_FINITE: Final = "the logits are not finite: NaN, or no token is allowed"
+def _failure(best: float) -> str:
+    """Say why nothing could be chosen where this is the highest logit."""
+    if best == -torch.inf:
+        return "no token is allowed: the logits are -inf for every token, after processors and bans"
+    return f"the logits are not finite: they hold {'inf' if best == torch.inf else 'NaN'}"
 
 
-def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature == 0 or params.top_k == 1 or params.top_p == 0
-
-
-def _pick(tasks: Sequence[_Task], logits_LV: torch.Tensor) -> list[int]:
-    """Return the target's own token for each row of logits."""
+def _pick(tasks: Sequence[Task], logits_LV: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Return the target's own token for each row of logits, FAILED where there is none, and the highest logit."""
     if not tasks:
-        return []
-    picks = _likeliest(logits_LV)
+        return [], []
+    held = ban(tasks, logits_LV)
+    picks, best = likeliest(logits_LV)
+    for index, stops in held.items():
+        if best[index] == -torch.inf:
+            lift(logits_LV[index], stops)
+            (picks[index],), (best[index],) = likeliest(logits_LV[index : index + 1])
     sampled = [
-        (index, task, task.first_position + depth)
+        (index, task.state, task.first_position + depth)
         for task in tasks
-        if not _is_greedy(task.state.params)
+        if not task.state.settings.is_greedy
         for depth, index in enumerate(task.span)
-        if picks[index] != _FAILED
+        if picks[index] != FAILED
     ]
     if sampled:
-        states = [task.state for _, task, _ in sampled]
-        indices = [index for index, _, _ in sampled]
-        draws = uniforms([s.seed for s in states], [s.choice for s in states], [p for _, _, p in sampled], CHOOSE)
-        probabilities = target_probabilities(logits_LV[indices], [s.params for s in states])
-        for index, token in zip(indices, draw(probabilities, draws), strict=True):
+        indices, states, positions = zip(*sampled, strict=True)
+        draws = uniforms([s.seed for s in states], [s.choice for s in states], positions, CHOOSE)
+        chosen = logits_LV if len(indices) == len(logits_LV) else logits_LV[list(indices)]
+        for index, token in zip(indices, draw(chosen, [s.settings for s in states], draws), strict=True):
             picks[index] = token
-    return picks
-
-
-def _likeliest(logits_LV: torch.Tensor) -> list[int]:
-    """Return the likeliest id of each row, of equal ones the lowest; _FAILED where its logit is not finite."""
-    if logits_LV.device.type == "cpu":
-        # Several times as fast as torch's, which finds indices one by one and wakes its threads for it.
-        rows = logits_LV.numpy()
-        ids = rows.argmax(axis=-1)
-        finite = np.isfinite(rows[np.arange(len(rows)), ids])
-        return np.where(finite, ids, _FAILED).tolist()  # type: ignore[no-any-return]
-    best = logits_LV.max(dim=-1)
-    picks: list[int] = torch.where(best.values.isfinite(), best.indices, _FAILED).tolist()
-    return picks
-
-
-def target_probabilities(logits_LV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return the distribution that tokens are drawn from, (L, V) float64: temperature, then top-k, then top-p.
-
-    Args:
-        logits_LV: finite maximum in every row; not changed.
-        params: one a row, with a temperature above 0.
-    """
-    scores = logits_LV.double()
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=scores.device)
-    # Taking the maximum off first keeps a tiny temperature from overflowing.
-    scores = (scores - scores.max(dim=-1, keepdim=True).values) / temperatures.unsqueeze(1)
-    vocab = scores.shape[1]
-    limited = [i for i, p in enumerate(params) if p.top_k and p.top_k < vocab]
-    if limited:
-        ks = torch.tensor([params[i].top_k for i in limited], device=scores.device)
-        best = scores[limited].topk(int(ks.max()), dim=-1).values
-        threshold = best.gather(1, (ks - 1).unsqueeze(1))
-        scores[limited] = scores[limited].masked_fill(scores[limited] < threshold, -torch.inf)
-    probabilities = torch.softmax(scores, dim=-1)
-    nuclear = [i for i, p in enumerate(params) if p.top_p is not None and p.top_p < 1]
-    if nuclear:
-        top_p = torch.tensor([params[i].top_p for i in nuclear], dtype=torch.float64, device=scores.device)
-        probabilities[nuclear] = _nucleus(probabilities[nuclear], top_p)
-    return probabilities
-
-
-def _nucleus(probabilities_LV: torch.Tensor, top_p_L: torch.Tensor) -> torch.Tensor:
-    """Keep the smallest set of likeliest tokens that reaches top_p (Holtzman et al. 2020); equal ones by lower id."""
-    sorted_LV, order_LV = probabilities_LV.sort(dim=-1, descending=True, stable=True)
-    before_LV = sorted_LV.cumsum(dim=-1) - sorted_LV
-    before_LV[:, 0] = 0.0
-    kept = sorted_LV.masked_fill(before_LV >= top_p_L.unsqueeze(1), 0.0)
-    return torch.zeros_like(probabilities_LV).scatter_(1, order_LV, kept)
-
-
-def draw(probabilities_LV: torch.Tensor, uniforms_L: np.ndarray) -> list[int]:
-    """Return the inverse cumulative distribution, in id order, at each uniform number; rows need not sum to 1."""
-    cumulative = probabilities_LV.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    points = torch.from_numpy(uniforms_L).to(cumulative.device).unsqueeze(1) * total
-    # Rounding can carry a point onto the total, where no token is left.
-    points = points.minimum(torch.nextafter(total, torch.zeros_like(total)))
-    tokens: list[int] = torch.searchsorted(cumulative, points, right=True).flatten().tolist()
-    return tokens
-
-
-@frozen(eq=False)
-class _Report:
-    """Raw log-probabilities of a task's positions, taken before anything changes the logits."""
-
-    logprobs: torch.Tensor
-    top: list[tuple[tuple[int, float], ...]]
-
-    @classmethod
-    def of(cls, task: _Task, logits_LV: torch.Tensor) -> _Report:
-        logprobs = torch.log_softmax(logits_LV[task.span.start : task.span.stop], dim=-1)
-        wanted = min(task.state.params.logprobs or 0, logprobs.shape[1])
-        best = logprobs.topk(wanted, dim=-1)
-        top = [
-            tuple(zip(ids, values, strict=True))
-            for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
-        return cls(logprobs, top)
-
-    def read(self, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        return tuple(
-            TokenLogprobs(token, float(self.logprobs[i, token]), self.top[i]) for i, token in enumerate(token_ids)
-        )
+    return picks, best

@@ -1,0 +1,98 @@
+"""What the sampler knows of one sequence, and the rows of logits that are its own in a step.
+
+Shape legend: N ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from attrs import define, frozen
+
+from intarsia.protocols import LogitsProcessor, SequenceProcessor
+from intarsia.sampling.history import History
+from intarsia.sampling.settings import Settings
+from intarsia.sampling.words import Words
+from intarsia.types import Entered, Row, SamplingParams
+
+
+def known_ids(token_ids: Iterable[int], num_ids: int) -> np.ndarray:
+    """Return ids (N,), int64, rising, each once, without those that no token has: they have no logits to change."""
+    return np.array(sorted({token for token in token_ids if 0 <= token < num_ids}), dtype=np.int64)
+
+
+@define(kw_only=True)
+class State:
+    """One sequence: its numbers, what it holds so far, what is forbidden in it.
+
+    Attributes:
+        bias_ids_N, biases_N: what is added to which logits.
+        banned_N: ids that are never chosen.
+        stops_N: ids that are not chosen before `min_tokens`.
+        words: texts that the answer never holds; None where there are none.
+        processors: those that it asked for, opened.
+        error: what failed before its first token.
+    """
+
+    params: SamplingParams
+    settings: Settings
+    seed: int
+    choice: int
+    history: History
+    bias_ids_N: np.ndarray
+    biases_N: np.ndarray
+    banned_N: np.ndarray
+    stops_N: np.ndarray
+    words: Words | None = None
+    processors: tuple[tuple[LogitsProcessor, SequenceProcessor], ...] = ()
+    error: str | None = None
+
+    @classmethod
+    def of(cls, entered: Entered, num_ids: int) -> State:
+        """Take a sequence; ids that no token has are left out."""
+        params = entered.params
+        settings = Settings.of(params)
+        bias_ids_N = known_ids(params.logit_bias, num_ids)
+        return cls(
+            params=params,
+            settings=settings,
+            seed=entered.seed,
+            choice=entered.sequence_id[1],
+            history=History(list(entered.token_ids), entered.num_prompt, settings.penalises),
+            bias_ids_N=bias_ids_N,
+            biases_N=np.array([params.logit_bias[token] for token in bias_ids_N.tolist()], dtype=np.float64),
+            banned_N=known_ids(params.banned_token_ids, num_ids),
+            stops_N=known_ids(entered.stop_ids if params.min_tokens else (), num_ids),
+        )
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take what was chosen."""
+        self.history.extend(token_ids)
+        if self.words is not None:
+            self.words.extend(token_ids)
+
+
+@frozen
+class Task:
+    """A row that wants tokens, and the rows of logits that are its own."""
+
+    row: Row
+    state: State
+    span: range
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The guesses at the row's end."""
+        return self.row.token_ids[len(self.row.token_ids) - self.row.num_drafts :]
+
+    @property
+    def first_position(self) -> int:
+        """Position of the token that is chosen first."""
+        return self.row.start + len(self.row.token_ids) - self.row.num_drafts
+
+    def positions(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield each row of logits, with the drafts before it."""
+        drafts = self.drafts
+        for depth, index in enumerate(self.span):
+            yield index, drafts[:depth]
