@@ -88,7 +88,7 @@ def test_the_weight_map_covers_exactly_the_tensors_that_transformers_saves(tmp_p
     path, model = tiny_llama(tmp_path, layers=2, **asked)
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
     spec = family().spec(json.loads((path / "config.json").read_text()), frozenset(stored))
-    weight_map = family().weight_map(spec)
+    weight_map = family().weight_map(spec, frozenset())
     read = {
         name: shape
         for source in weight_map.tensors.values()
@@ -102,7 +102,7 @@ def test_the_weight_map_covers_exactly_the_tensors_that_transformers_saves(tmp_p
 
 
 def test_queries_keys_and_values_are_stacked_in_that_order():
-    tensors = family().weight_map(spec_of(attention_bias=True)).tensors
+    tensors = family().weight_map(spec_of(attention_bias=True), frozenset()).tensors
     prefix = "model.layers.2.self_attn"
     assert tensors["layers.2.qkv.weight"].names == tuple(f"{prefix}.{part}_proj.weight" for part in "qkv")
     assert tensors["layers.2.qkv.weight"].shape == ((4 + 2 * 2) * 16, 64)
@@ -122,7 +122,7 @@ def test_head_dim_null_or_absent_falls_back_to_hidden_over_heads():
 
 
 def test_stored_rotary_frequencies_may_stay_unread_and_nothing_else_may():
-    weight_map = family().weight_map(spec_of())
+    weight_map = family().weight_map(spec_of(), frozenset())
     assert weight_map.ignores("model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not weight_map.ignores("model.layers.0.self_attn.q_norm.weight")
     assert not weight_map.ignores("lm_head.weight")
@@ -142,7 +142,7 @@ def test_a_head_in_the_file_is_used_whatever_the_flag_says_as_in_transformers(tm
     edit_json(path / "config.json", tie_word_embeddings=flag)
     spec = family().spec(json.loads((path / "config.json").read_text()), frozenset(tensors))
     assert not spec.tied
-    assert "head.weight" in family().weight_map(spec).tensors
+    assert "head.weight" in family().weight_map(spec, frozenset()).tensors
     reference = AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(reference.lm_head.weight, tensors["lm_head.weight"])
 
@@ -151,7 +151,7 @@ def test_a_head_in_the_file_is_used_whatever_the_flag_says_as_in_transformers(tm
 def test_without_a_head_the_embedding_is_it(flag):
     spec = spec_of(names=(), tie_word_embeddings=flag)
     assert spec.tied
-    assert "head.weight" not in family().weight_map(spec).tensors
+    assert "head.weight" not in family().weight_map(spec, frozenset()).tensors
 
 
 def test_a_head_that_is_missing_though_untied_is_refused():
@@ -160,93 +160,32 @@ def test_a_head_that_is_missing_though_untied_is_refused():
     assert "tie_word_embeddings" in message
 
 
-# --- rotary embedding (R01, R02) --------------------------------------------------------------------------------------
-
-SPELLINGS = [
-    {},
-    {"rope_theta": 5e5},
-    {"rope_theta": 500_000},
-    {"rope_theta": 5e5, "rope_scaling": None},
-    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-    {"rope_parameters": {"rope_theta": 5e5}},
-    {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-    {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}},
-    {"rope_theta": 1e6, "rope_parameters": {}},
-    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 4}},
-    {"rope_theta": 9.0, "rope_scaling": {"rope_theta": 7.0, "type": "linear", "factor": 2.0}},
-    {
-        "rope_theta": 1e6,
-        "rope_scaling": {"type": "linear", "factor": 4.0},
-        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
-    },
-    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "rope_type": "llama3", **LLAMA3}},
-    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-    {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
-    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
-    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 512},
-    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": ...}},
-    {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
-]
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
-def test_every_spelling_of_rope_gives_the_frequencies_of_transformers(tmp_path, spelling):
-    spelling = {
-        key: {k: v for k, v in value.items() if v is not ...} if isinstance(value, dict) else value
-        for key, value in spelling.items()
-    }
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | spelling))
-    expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
-    rope = spec_of(**spelling).layers[0].attention.rope
-    assert rope is not None
-    torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
+# --- rotary embedding (the rest in test_families_rope.py) -------------------------------------------------------------
 
 
 def test_a_theta_in_rope_parameters_alone_is_used():
     rope = spec_of(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}).layers[0].attention.rope
     assert rope is not None
-    assert inverse_frequencies(rope)[1].item() == pytest.approx(500_000 ** (-2 / 16), rel=1e-6)
+    assert inverse_frequencies(rope, 100)[1].item() == pytest.approx(500_000 ** (-2 / 16), rel=1e-6)
 
 
-def test_a_theta_is_never_lost_to_the_default():
-    message = refusal(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5e5})
-    assert "rope_theta" in message
-    rope = spec_of(rope_theta=5e5, rope_parameters={"rope_theta": None}).layers[0].attention.rope
+def test_a_rope_that_stretches_lets_sequences_be_longer():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert spec_of(rope_scaling={"type": "linear", "factor": 2.5}).max_len == 10_240
+    assert spec_of(rope_scaling=yarn).max_len == 8192
+    assert spec_of(rope_scaling=LLAMA3 | {"rope_type": "llama3"}).max_len == 4096
+
+
+def test_whole_heads_are_rotated_whatever_partial_rotary_factor_says_as_in_transformers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"partial_rotary_factor": 0.5}))
+    expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    rope = spec_of(partial_rotary_factor=0.5).layers[0].attention.rope
     assert rope is not None
-    assert rope.base == 5e5
-
-
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", "", 3, ["llama3"]])
-@pytest.mark.parametrize("spelling", ["type", "rope_type"])
-def test_an_unknown_rope_kind_is_refused_by_name(kind, spelling):
-    message = refusal(rope_scaling={spelling: kind, "factor": 2.0})
-    assert repr(kind) in message
-    assert f"rope_scaling.{spelling}" in message
-    assert "default, linear, llama3" in message
-
-
-@pytest.mark.parametrize(
-    ("table", "named"),
-    [
-        ({"rope_type": "linear"}, "rope_parameters.factor"),
-        ({"rope_type": "linear", "factor": 0}, "rope_parameters.factor"),
-        ({"rope_type": "linear", "factor": "4"}, "rope_parameters.factor"),
-        ({"rope_type": "linear", "factor": float("nan")}, "rope_parameters.factor"),
-        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": None}, "rope_parameters.low_freq_factor"),
-        ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "rope_parameters.high_freq_factor"),
-        ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
-        ({"rope_theta": "1e6"}, "rope_parameters.rope_theta"),
-        ({"rope_theta": -1.0}, "rope_parameters.rope_theta"),
-        ({"factor": 4.0}, "rope_parameters.factor"),
-        ({"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor"),
-        ({"full_attention": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_parameters.full_attention"),
-        ([1, 2], "rope_parameters"),
-    ],
-    ids=str,
-)
-def test_a_malformed_rope_table_is_refused_by_field(table, named):
-    assert named in refusal(rope_parameters=table)
+    assert expected.shape == (8,)
+    torch.testing.assert_close(inverse_frequencies(rope, 100), expected, rtol=1e-6, atol=0)
+    # Beside another kind transformers cannot run it.
+    message = refusal(partial_rotary_factor=0.5, rope_scaling={"type": "linear", "factor": 2.0})
+    assert "partial_rotary_factor is 0.5, not 1; this family rotates whole heads" in message
 
 
 # --- values that are wrong --------------------------------------------------------------------------------------------
@@ -297,7 +236,7 @@ def test_a_missing_size_is_refused_by_name(field):
         ({"rope_theta": "1e6"}, "rope_theta is '1e6'"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
