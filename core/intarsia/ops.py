@@ -77,14 +77,21 @@ def rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> t
 #: Torch cuts CPU loops of so many numbers between threads, in the middle of a row too. Around a cut, exp and tanh are
 #: computed by scalar code that rounds otherwise than vector code.
 _GRAIN = 32768
+#: So is what is left of a loop behind its last whole step, of two vectors of 512 bits; and rows that lie end to end are
+#: one loop.
+_STEP = 64
 
 
 def _activate(x_TF: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return a new tensor of a function's values, of pieces so small that torch cuts none."""
+    """Return a new tensor of a function's values, of whole steps and of pieces so small that torch cuts none."""
+    if x_TF.device.type != "cpu":
+        return function(x_TF)
+    padding = -x_TF.shape[1] % _STEP
+    if padding:
+        return _activate(functional.pad(x_TF, (0, padding)), function)[:, :-padding].contiguous()
     num_rows = max(1, (_GRAIN - 1) // x_TF.shape[1])
-    if x_TF.device.type == "cpu" and len(x_TF) > num_rows:
-        return torch.cat([function(part) for part in torch.split(x_TF, num_rows)])
-    return function(x_TF)
+    pieces = [function(part) for part in torch.split(x_TF, num_rows)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

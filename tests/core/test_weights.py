@@ -197,7 +197,8 @@ from intarsia_gguf.checkpoint import GgufLoader
 path, dtype, packs = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "packed"
 loader = GgufLoader(path) if path.is_file() else safetensors.build(LoaderContext(path=path))
 checkpoint, family = loader.open(), llama.FAMILY
-weight_map = family.weight_map(family.spec(checkpoint.config, frozenset(checkpoint.tensors)))
+names = frozenset(checkpoint.tensors)
+weight_map = family.weight_map(family.spec(checkpoint.config, names), names)
 
 # As an engine would: in bf16, weights are laid out for oneDNN as they come, where it computes in bf16.
 context = PartContext(engine=EngineOptions(device="cpu", dtype=sys.argv[2]), spec=None)

@@ -58,11 +58,12 @@ def mixture(fields: Fields, ffn_dim: str, **differs: Any) -> MoeSpec:
     """Return a mixture of gated experts whose chosen shares sum to 1, but for what `differs`.
 
     Args:
-        fields: the config. The number of experts has two names, of which transformers 5 writes the first.
+        fields: the config. The number of experts has two names, of which transformers 5 writes the newer.
         ffn_dim: the name of an expert's width.
         differs: fields of MoeSpec.
     """
-    name = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
+    older = fields.has("num_experts") and not fields.has("num_local_experts")
+    name = "num_experts" if older else "num_local_experts"
     num_experts = fields.size(name, high=MAX_EXPERTS)
     top_k = fields.size("num_experts_per_tok", high=MAX_EXPERTS)
     if top_k > num_experts:

@@ -8,10 +8,11 @@ from typing import Any
 
 from attrs import Factory, frozen
 
+from intarsia.errors import CheckpointError
 from intarsia.families.fields import Fields
 from intarsia.families.names import Names
 from intarsia.protocols import ModelContext
-from intarsia.types import DecoderSpec, Fit, Provider, Unfit, WeightMap
+from intarsia.types import DecoderSpec, Fit, MoeSpec, Provider, Unfit, WeightMap
 
 
 @frozen
@@ -44,11 +45,21 @@ class Family:
             raise fields.wrong("architectures", f"the list of one model class that ends in {self.model_class!r}")
         return self.read(fields, tensor_names)
 
-    def weight_map(self, spec: DecoderSpec, tensor_names: frozenset[str] = frozenset()) -> WeightMap:
-        """Return which checkpoint tensors make the model's."""
+    def weight_map(self, spec: DecoderSpec, tensor_names: frozenset[str]) -> WeightMap:
+        """Return which checkpoint tensors make the model's.
+
+        Raises:
+            CheckpointError: there are fewer tensors than experts.
+        """
+        # Before they are given names: a config of a few bytes can ask for billions.
+        experts = sum(layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoeSpec))
+        if experts > len(tensor_names):
+            raise CheckpointError(
+                f"config: the layers have {experts} experts together; the checkpoint has {len(tensor_names)} tensors"
+            )
         known = (self.names, *self.other_names)
-        names = next((names for names in known if f"{names.embed}.weight" in tensor_names), self.names)
-        return names.weight_map(spec)
+        found = next((names for names in known if names.fits(tensor_names)), self.names)
+        return found.weight_map(spec)
 
 
 def provider(model_type: str, where: str, summary: str) -> Provider:

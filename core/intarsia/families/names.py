@@ -52,6 +52,10 @@ class Names:
     # Old checkpoints store the rotary frequencies, which follow from the config.
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
 
+    def fits(self, tensor_names: frozenset[str]) -> bool:
+        """Whether a checkpoint's embedding has this name."""
+        return f"{self.embed}.weight" in tensor_names
+
     def weight_map(self, spec: DecoderSpec) -> WeightMap:
         """Return where each weight comes from, in the order that weights are used."""
         tensors = dict(self._embeddings(spec))

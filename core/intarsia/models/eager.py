@@ -82,7 +82,7 @@ class EagerRunner:
             embedding_scale=torch.tensor(spec.embedding_scale, dtype=dtype).item(),
             layers=tuple(Layer.named(weights, i, spec, group_of[i]) for i in range(spec.num_layers)),
             norm=norm,
-            head=Linear.named(weights, "head") if HEAD in weights else Linear(embed, None),
+            head=Linear.named(weights, "head" if HEAD in weights else "embed", bias="head"),
             angles=_Angles.of(spec, max_len, dtype, device),
         )
 

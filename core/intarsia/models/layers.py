@@ -23,11 +23,11 @@ class Linear:
     bias: torch.Tensor | None
 
     @classmethod
-    def named(cls, weights: Weights, name: str) -> Linear:
-        """Bind the weights of this canonical name."""
-        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-        assert isinstance(weight, Weight) and not isinstance(bias, Weight)
-        return cls(weight, bias)
+    def named(cls, weights: Weights, name: str, bias: str | None = None) -> Linear:
+        """Bind the weight of this canonical name, and the bias of this or another."""
+        weight, bias_N = weights[f"{name}.weight"], weights.get(f"{bias or name}.bias")
+        assert isinstance(weight, Weight) and not isinstance(bias_N, Weight)
+        return cls(weight, bias_N)
 
     def __call__(self, ops: Ops, x_TC: torch.Tensor) -> torch.Tensor:
         """Return (T, N)."""
@@ -107,12 +107,16 @@ class Mixture:
         shares_TN, chosen_TN = probabilities_TX.topk(self.spec.top_k, dim=-1)
         if self.spec.normalized:
             shares_TN = shares_TN / shares_TN.sum(dim=-1, keepdim=True)
-        mixed_TE = torch.zeros_like(x_TE)
-        for expert in torch.unique(chosen_TN).tolist():
-            tokens, places = torch.where(chosen_TN == expert)
-            given = self.experts[expert](ops, x_TE[tokens])
-            mixed_TE.index_add_(0, tokens, given * shares_TN[tokens, places].unsqueeze(1).to(given.dtype))
-        return mixed_TE
+        # (token, place) pairs in the order of their experts, and within one in that of the tokens.
+        order = chosen_TN.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen_TN.flatten(), minlength=self.spec.num_experts).tolist()
+        mixed_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+        for expert, pairs in enumerate(torch.split(order, counts)):
+            if len(pairs):
+                tokens = pairs // self.spec.top_k
+                given = self.experts[expert](ops, x_TE[tokens])
+                mixed_TE.index_add_(0, tokens, given.float() * shares_TN.flatten()[pairs].unsqueeze(1))
+        return mixed_TE.to(x_TE.dtype)
 
 
 @frozen(eq=False)
