@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceABC
 
 from intarsia.sequence import Sequence
-from intarsia.types import Completion, CompletionChoice, Output, Timings, Usage
+from intarsia.types import Completion, CompletionChoice, Output, Timings, TokenLogprobs, Usage
 
 
 def collect(sequences: SequenceABC[Sequence], outputs: SequenceABC[Output]) -> Completion:
@@ -29,7 +29,14 @@ def collect(sequences: SequenceABC[Sequence], outputs: SequenceABC[Output]) -> C
             total_s=max(t.total_s for t in timings),
         ),
         seed=first.seed,
+        prompt_logprobs=_prompt_logprobs(first, outputs),
     )
+
+
+def _prompt_logprobs(sequence: Sequence, outputs: SequenceABC[Output]) -> tuple[TokenLogprobs | None, ...] | None:
+    if sequence.params.prompt_logprobs is None:
+        return None
+    return (None, *(entry for output in outputs for entry in output.prompt_logprobs))
 
 
 def _choice(sequence: Sequence, outputs: SequenceABC[Output]) -> CompletionChoice:

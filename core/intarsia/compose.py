@@ -37,6 +37,7 @@ from intarsia.protocols import (
     Quantizer,
     RunnerContext,
 )
+from intarsia.recommended import recommended
 from intarsia.references import find_model
 from intarsia.selection import Chosen, Selector, UnfitError, blamed, titled
 from intarsia.structuring import shown
@@ -51,6 +52,7 @@ from intarsia.types import (
     Dtype,
     EngineConfig,
     EngineOptions,
+    SamplingDefaults,
     WeightMap,
 )
 
@@ -92,6 +94,7 @@ class _Model:
     spec: DecoderSpec
     weight_map: WeightMap
     tokenizer: Tokenizer | None
+    sampling: SamplingDefaults
 
     @property
     def num_ids(self) -> int:
@@ -166,6 +169,7 @@ class _Composer:
             quantizers=quantizers,
             drafter=drafter,
             logits_processors=processors,
+            sampling=model.sampling,
             invariance=kept_invariance(select, attention, ops_for, context),
         )
 
@@ -196,7 +200,9 @@ class _Composer:
         with blamed("tokenizer", self.select.of("loader")[0].offer):
             definition = checkpoint.tokenizer()
         tokenizer = Tokenizer.from_spec(definition) if definition is not None else None
-        return _Model(checkpoint, spec, weight_map, tokenizer)
+        with blamed("sampling", self.select.of("loader")[0].offer):
+            sampling = SamplingDefaults(**recommended(model, checkpoint))
+        return _Model(checkpoint, spec, weight_map, tokenizer, sampling)
 
     def _choose_family(self, checkpoint: Checkpoint, model_type: object) -> Any:
         """Choose the family that the config names, or the one whose key is the checkpoint's model type."""

@@ -59,9 +59,7 @@ def load_config(
 
 def as_dict(config: EngineConfig) -> dict[str, Any]:
     """Return a config as plain data, each section spelt out; `load_config` of it is the config again."""
-    model = {"use": config.model.use, "loader": config.model.loader, "family": config.model.family}
-    if config.model.revision is not None:
-        model["revision"] = config.model.revision
+    model = attrs.asdict(config.model, filter=lambda field, value: field.name != "options" and value is not None)
     data: dict[str, Any] = {
         "model": model | checked_plain(config.model.options, "model"),
         # TOML has no null: an option at None is left out, as None is its default.
@@ -209,7 +207,8 @@ def _model(value: Any) -> ModelChoice:
         return ModelChoice(use=value)
     if not isinstance(value, dict):
         raise ConfigError(f"model: {shown(value)} is not a name, path or hub id, nor a table", field="model")
-    own = {key: value[key] for key in ("use", "loader", "family", "revision") if key in value}
+    own = {field.name: value[field.name] for field in attrs.fields(ModelChoice) if field.name in value}
+    own.pop("options", None)
     model = structure(ModelChoice, own, "model")
     for key in ("loader", "family"):
         if not getattr(model, key) or getattr(model, key) == NONE:

@@ -32,6 +32,7 @@ from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, 
 from intarsia.explain import explain
 from intarsia.observers import Observers
 from intarsia.plugins import Registry
+from intarsia.preparing import Arrival, Preparation, Preparing, Processors
 from intarsia.prompts import Prompts
 from intarsia.protocols import Parts, Progress
 from intarsia.sequence import Sequence
@@ -66,8 +67,10 @@ class Engine:
     parts: Parts
     _observers: Observers
     _prompts: Prompts = field(init=False)
+    _processors: Processors = field(init=False)
     _seeds: random.Random | None = field(init=False)
     _sequences: dict[tuple[str, int], Sequence] = field(factory=dict, init=False)
+    _preparing: Preparing = field(factory=Preparing, init=False)
     #: outputs of requests whose `generate` or `stream` waits for them; the others' go to `step`
     _inboxes: dict[str, list[Output]] = field(factory=dict, init=False)
     _unclaimed: list[Output] = field(factory=list, init=False)
@@ -80,6 +83,7 @@ class Engine:
         parts = self.parts
         assert parts.engine.max_model_len is not None
         self._prompts = Prompts(parts.tokenizer, parts.num_ids, parts.engine.max_model_len)
+        self._processors = Processors.of(parts)
         self._seeds = None if parts.engine.seed is None else random.Random(parts.engine.seed)  # noqa: S311
         self._counts = dict.fromkeys(("steps", "prompt_tokens", "generated_tokens", "finished", "aborted", "failed"), 0)
 
@@ -136,12 +140,22 @@ class Engine:
         if len(each) != len(asked):
             raise InvalidRequestError(f"params: {len(each)} for {len(asked)} prompts; give one, or one a prompt")
         requests = [self._named(prompt, one) for prompt, one in zip(asked, each, strict=True)]
-        groups = [self._read(request) for request in requests]
+        arrivals = [self._read(request) for request in requests]
+        self._await(arrivals)
+        groups = [arrival.sequences for arrival in arrivals]
         try:
             self._run_all(groups)
             return [collect(group, self._inboxes[group[0].request.request_id]) for group in groups]
         finally:
             self._abandon(requests)
+
+    def _await(self, arrivals: Iterable[Arrival]) -> None:
+        """Wait until nothing keeps requests of our own from running; the others go on."""
+        for arrival in arrivals:
+            arrival.preparation.check()
+            while arrival.preparation.pending:
+                self._step(arrival.preparation)
+                arrival.preparation.check()
 
     def _run_all(self, groups: list[list[Sequence]]) -> None:
         """Run requests of our own to their ends; where the queue is full, the rest follows as it empties."""
@@ -165,9 +179,11 @@ class Engine:
             InvalidRequestError: the prompt or its parameters cannot be run; raised here, before the first output.
         """
         request = self._named(prompt, SamplingParams() if params is None else params)
-        sequences = self._read(request)
-        self._enter(sequences, claimed=True)
-        return Stream(partial(self._next_output, request.request_id), partial(self._abandon, [request]), len(sequences))
+        arrival = self._read(request)
+        self._await([arrival])
+        self._enter(arrival.sequences, claimed=True)
+        cancel = partial(self._abandon, [request])
+        return Stream(partial(self._next_output, request.request_id), cancel, len(arrival.sequences))
 
     def _next_output(self, request_id: str) -> Output:
         """Return the next output of a claimed request that is not finished."""
@@ -193,11 +209,18 @@ class Engine:
     def add(self, request: Request) -> str:
         """Take a request; its outputs come from `step`. Return its id.
 
+        Where its logits processors have long work to do first, it waits for that, and fails with an output.
+
         Raises:
             InvalidRequestError: it cannot be run, or its id is in use; nothing has changed.
             OverloadedError: the queue is full; nothing has changed.
         """
-        self._enter(self._read(request), claimed=False)
+        arrival = self._read(request)
+        arrival.preparation.check()
+        if arrival.preparation.pending:
+            self._preparing.add(arrival)
+        else:
+            self._enter(arrival.sequences, claimed=False)
         return request.request_id
 
     def step(self) -> list[Output]:
@@ -212,16 +235,16 @@ class Engine:
 
         An unknown or finished id is ignored.
         """
-        for sequence in self._of(request_id):
+        for sequence in [*self._preparing.remove(request_id), *self._of(request_id)]:
             self._remove(sequence)
             self._deliver(sequence.finish("abort", time.perf_counter()))
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to return."""
-        return bool(self._sequences or self._unclaimed)
+        return bool(self._sequences or self._unclaimed or self._preparing)
 
-    def _read(self, request: Request) -> list[Sequence]:
+    def _read(self, request: Request) -> Arrival:
         """Check a request and make its sequences; nothing of the engine changes but the seeds it draws."""
         self._check_open()
         if self._in_use(request.request_id):
@@ -234,7 +257,7 @@ class Engine:
         self._check_fits(max_total)
         seed = params.seed if params.seed is not None else self._draw_seed()
         now = time.perf_counter()
-        return [
+        sequences = [
             Sequence(
                 request=request,
                 choice=choice,
@@ -248,6 +271,7 @@ class Engine:
             )
             for choice in range(params.n)
         ]
+        return Arrival(sequences, self._processors.prepare(params))
 
     def _enter(self, group: SequenceABC[Sequence], *, claimed: bool) -> None:
         """Hand a request's sequences to the scheduler: all of them, or none."""
@@ -262,6 +286,22 @@ class Engine:
         if claimed:
             self._inboxes[group[0].request.request_id] = []
         self._counts["prompt_tokens"] += group[0].num_prompt
+
+    def _enter_prepared(self) -> None:
+        """Let in what waited for its logits processors, and end what they refuse."""
+
+        def enter(arrival: Arrival) -> None:
+            try:
+                self._enter(arrival.sequences, claimed=False)
+            except OverloadedError as error:
+                if self._sequences:
+                    raise
+                # An empty queue has no room for it, so none ever will have.
+                raise InvalidRequestError(str(error)) from error
+
+        for arrival, error in self._preparing.take(enter):
+            for sequence in arrival.sequences:
+                self._deliver(sequence.finish("error", time.perf_counter(), error=str(error)))
 
     def _check_fits(self, max_total: int) -> None:
         """Refuse at once what would wait for ever."""
@@ -278,14 +318,17 @@ class Engine:
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        """Plan, submit, collect, accept."""
+    def _step(self, *awaited: Preparation) -> None:
+        """Plan, submit, collect, accept. Where nothing can run, wait a little for what requests need first."""
         self._check_open()
+        self._enter_prepared()
         begun = time.perf_counter()
         with self._answerable("scheduler", "plan"):
             plan = self.parts.scheduler.plan()
             self._begin(plan, begun)
         if not (plan.rows or plan.left or plan.moves):
+            if not (self._sequences or self._unclaimed):
+                self._preparing.wait(awaited)
             return
         with self._answerable("executor", "a step"):
             self.parts.executor.submit(plan)
@@ -354,7 +397,7 @@ class Engine:
         self._sequences.pop(sequence.sequence_id, None)
 
     def _in_use(self, request_id: str) -> bool:
-        return request_id in self._inboxes or bool(self._of(request_id))
+        return request_id in self._inboxes or request_id in self._preparing or bool(self._of(request_id))
 
     def _of(self, request_id: str) -> list[Sequence]:
         """The unfinished sequences of a request."""
@@ -379,6 +422,7 @@ class Engine:
         """Return figures: sequences by state, steps and tokens so far, the cache's books."""
         scheduler = self.parts.scheduler
         return {
+            "preparing": len(self._preparing),
             "waiting": scheduler.num_waiting,
             "running": scheduler.num_running,
             **self._counts,
@@ -396,6 +440,7 @@ class Engine:
         self._observers.tell("engine_stopping", engine=self)
         self._closed = _STOPPED
         self._sequences.clear()
+        self._preparing.clear()
         self._inboxes.clear()
         self.parts.executor.stop()
 

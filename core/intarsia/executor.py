@@ -15,7 +15,17 @@ from intarsia.models.cache import TensorCache
 from intarsia.models.weights import load_weights
 from intarsia.protocols import DraftRequest, ExecutorContext, Progress, Runner
 from intarsia.sampling import Sampler
-from intarsia.types import PENDING, BatchPlan, CacheLayout, ForwardBatch, Row, RowResult, StepResult, Want
+from intarsia.types import (
+    PENDING,
+    BatchPlan,
+    CacheLayout,
+    ForwardBatch,
+    Row,
+    RowResult,
+    StepResult,
+    TokenLogprobs,
+    Want,
+)
 
 
 def forward_batch(
@@ -55,6 +65,10 @@ def forward_batch(
         pages=tuple(tuple(row.pages[g] for row in rows) for g in range(len(layout.groups))),
         logits_L=tensor(wanted),
     )
+
+
+#: Rows of logits that are made at once to score a prompt: a long one's would not fit in memory.
+_SCORED_ROWS = 256
 
 
 @define
@@ -135,8 +149,25 @@ class LocalExecutor:
             self._done.append(StepResult())
             return
         batch, hidden = self._run(plan.rows, [self._ids(row) for row in plan.rows])
-        logits = self._runner.logits(hidden, batch.logits_L)
-        self._done.append(StepResult(rows=self._with_drafts(plan.rows, self._sampler.choose(plan.rows, logits))))
+        # Before tokens are chosen, which adds them to what the sampler knows.
+        scores = [self._score(row, first, hidden) for row, first in zip(plan.rows, batch.bounds, strict=False)]
+        results = self._sampler.choose(plan.rows, self._runner.logits(hidden, batch.logits_L))
+        scored = [_with_scores(result, found) for result, found in zip(results, scores, strict=True)]
+        self._done.append(StepResult(rows=self._with_drafts(plan.rows, scored)))
+
+    def _score(self, row: Row, first: int, hidden_TE: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
+        """Score the prompt's tokens that follow a row's, whose own begin at `first` in the batch; None if it fails."""
+        assert self._runner is not None
+        indices = self._sampler.scored(row)
+        entries: list[TokenLogprobs] = []
+        for begin in range(indices.start, indices.stop, _SCORED_ROWS):
+            piece = range(begin, min(begin + _SCORED_ROWS, indices.stop))
+            rows_L = torch.arange(first + piece.start, first + piece.stop, device=hidden_TE.device)
+            found = self._sampler.score(row, piece, self._runner.logits(hidden_TE, rows_L))
+            if not found:
+                return None
+            entries += found
+        return tuple(entries)
 
     def _ids(self, row: Row) -> Sequence[int]:
         """The row's ids; those that the step before chose are known here by now."""
@@ -186,6 +217,12 @@ class LocalExecutor:
         """Drop weights and cache."""
         self._runner = self._cache = None
         self._done.clear()
+
+
+def _with_scores(result: RowResult, scores: tuple[TokenLogprobs, ...] | None) -> RowResult:
+    if scores is None:
+        return evolve(result, error=result.error or "prompt_logprobs: the logits are not finite")
+    return evolve(result, prompt_logprobs=scores) if scores else result
 
 
 def build(context: ExecutorContext) -> LocalExecutor:

@@ -13,6 +13,7 @@ from intarsia.invariance import promises
 from intarsia.machine import free_memory
 from intarsia.models.weights import num_parameters
 from intarsia.protocols import Parts, Selection
+from intarsia.recommended import recommended
 from intarsia.types import EngineConfig
 
 
@@ -24,6 +25,8 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         engine: the shared options as resolved.
         parts: slot -> key, provider, asked_by, reason, options; a slot with several parts lists them under `all`.
         ops: op -> the key of who implements it.
+        sampling: name -> what requests take that do not say, and `recommended`: the names of those that are the
+            model's, from its generation_config.json or metadata.
         memory: bytes, see `memory_plan`.
         invariance: the level of the whole, and each part's.
         hash: names this composition: equal parts, versions, options and config have equal hashes, on any day and in any
@@ -35,6 +38,10 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         "engine": _plain(attrs.asdict(parts.engine)),
         "parts": _parts(parts),
         "ops": {name: choice.source for name, choice in parts.ops.choices.items()},
+        "sampling": {
+            **attrs.asdict(parts.sampling),
+            "recommended": sorted(recommended(config.model, parts.checkpoint)),
+        },
         "memory": memory_plan(parts),
         "invariance": {"level": parts.invariance, "by_part": by_part},
     }

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from intarsia.errors import InvalidRequestError
 from intarsia.text import Tokenizer
-from intarsia.types import Chat, Prompt, Request
+from intarsia.types import Chat, Prompt, Request, SamplingParams
 
 
 @frozen
@@ -39,23 +39,43 @@ class Prompts:
         ids = self._ids(request.prompt)
         if not ids:
             raise InvalidRequestError("prompt: it has no tokens; give at least one", field="prompt")
-        if len(ids) >= self.max_model_len:
-            raise InvalidRequestError(
-                f"prompt: {len(ids)} tokens leave no room for an answer within engine.max_model_len = "
-                f"{self.max_model_len}; give at most {self.max_model_len - 1}",
-                field="prompt",
-            )
-        for token in request.params.stop_token_ids:
-            self._check_id(token, "sampling.stop_token_ids")
-        if request.params.stop and self.tokenizer is None:
-            raise InvalidRequestError(
-                "sampling.stop: this model has no tokenizer, so its answers have no text; give stop_token_ids",
-                field="sampling.stop",
-            )
+        self._check_length(len(ids), request.params)
+        self._check_params(request.params)
         limit = request.params.max_tokens
         max_total = self.max_model_len if limit is None else min(self.max_model_len, len(ids) + limit)
         eos = () if request.params.ignore_eos or self.tokenizer is None else self.tokenizer.eos_ids
         return ids, max_total, frozenset((*eos, *request.params.stop_token_ids))
+
+    def _check_length(self, length: int, params: SamplingParams) -> None:
+        """A prompt leaves room for one token, unless it is only to be scored."""
+        most = self.max_model_len if params.max_tokens == 0 else self.max_model_len - 1
+        if length > most:
+            what = "are beyond" if params.max_tokens == 0 else "leave no room for an answer within"
+            raise InvalidRequestError(
+                f"prompt: {length} tokens {what} engine.max_model_len = {self.max_model_len}; give at most {most}",
+                field="prompt",
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Check what depends on the model: which ids there are, and whether answers have text."""
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("banned_token_ids", params.banned_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            for token in ids:
+                self._check_id(token, f"sampling.{name}")
+        if self.tokenizer is not None:
+            return
+        for name, texts, instead in (
+            ("stop", params.stop, "stop_token_ids"),
+            ("banned_words", params.banned_words, "banned_token_ids"),
+        ):
+            if texts:
+                raise InvalidRequestError(
+                    f"sampling.{name}: this model has no tokenizer, so its answers have no text; give {instead}",
+                    field=f"sampling.{name}",
+                )
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 from attrs import define, field
 
 from intarsia.text import TextStream
@@ -15,6 +17,7 @@ from intarsia.types import (
     SamplingParams,
     SequenceId,
     Timings,
+    TokenLogprobs,
     Usage,
 )
 
@@ -28,6 +31,9 @@ class Sequence:
         max_total: the most tokens it can hold.
         stop_ids: ids that end it.
         text: None where the model has no tokenizer.
+        salt: whose cached prefixes it may share. Where the prompt is scored it is no one's: what is found cached is not
+            run, and has no logits.
+        num_scored: tokens of the prompt whose log-probabilities were put out; a preempted prompt is scored again.
         arrived, started, first_token: seconds of the engine's clock.
     """
 
@@ -40,11 +46,17 @@ class Sequence:
     stop_ids: frozenset[int]
     text: TextStream | None
     arrived: float
+    salt: str = field(init=False)
     num_computed: int = field(default=0, init=False)
+    num_scored: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)
     started: float | None = field(default=None, init=False)
     first_token: float | None = field(default=None, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        is_scored = self.params.prompt_logprobs is not None and self.choice == 0
+        self.salt = secrets.token_hex(16) if is_scored else self.request.cache_salt
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -60,11 +72,6 @@ class Sequence:
     def priority(self) -> int:
         """Higher runs first."""
         return self.request.priority
-
-    @property
-    def salt(self) -> str:
-        """Whose cached prefixes it may share."""
-        return self.request.cache_salt
 
     def entered(self) -> Entered:
         """Return what an executor is told of it."""
@@ -85,11 +92,12 @@ class Sequence:
 
     def accept(self, row: Row, result: RowResult, now: float) -> Output | None:
         """Take what a step chose, cut at limits and stops; None where it brought nothing to tell."""
+        scores = self._new_scores(row, result)
         if result.error is not None:
-            return self.finish("error", now, error=result.error)
+            return self.finish("error", now, error=result.error, prompt_logprobs=scores)
         if not result.token_ids:
             self.num_computed = row.start + len(row.token_ids)
-            return None
+            return self._output(prompt_logprobs=scores) if scores else None
         tokens = result.token_ids[: self.max_total - len(self.token_ids)]
         stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), None)
         reason: FinishReason | None = None
@@ -107,10 +115,19 @@ class Sequence:
         self.first_token = now if self.first_token is None else self.first_token
         if reason is None and len(self.token_ids) >= self.max_total:
             reason = "length"
-        logprobs = result.logprobs[: len(tokens)]
+        facts = {"token_ids": tokens, "logprobs": result.logprobs[: len(tokens)], "prompt_logprobs": scores}
         if reason is not None:
-            return self.finish(reason, now, text=text, token_ids=tokens, logprobs=logprobs)
-        return self._output(text=text, token_ids=tokens, logprobs=logprobs)
+            return self.finish(reason, now, text=text, **facts)
+        return self._output(text=text, **facts)
+
+    def _new_scores(self, row: Row, result: RowResult) -> tuple[TokenLogprobs, ...]:
+        """Return those log-probabilities of the prompt that were not put out yet."""
+        if not result.prompt_logprobs:
+            return ()
+        assert row.start <= self.num_scored, "the prompt's tokens run in order, and none is found in a cache"
+        scores = result.prompt_logprobs[self.num_scored - row.start :]
+        self.num_scored += len(scores)
+        return scores
 
     def finish(self, reason: FinishReason, now: float, *, text: str = "", **more: object) -> Output:
         """End it, and give the text that was held back."""

@@ -12,7 +12,7 @@ from attrs import field, frozen
 from intarsia.errors import CheckpointError
 from intarsia.types import TokenizerSpec
 from intarsia_gguf.architectures import find_architecture
-from intarsia_gguf.config import read_config
+from intarsia_gguf.config import read_config, read_sampling
 from intarsia_gguf.header import Header, TensorInfo, read_header
 from intarsia_gguf.metadata import Metadata
 from intarsia_gguf.rope import DIVISORS
@@ -40,8 +40,8 @@ class GgufCheckpoint:
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """What the files recommend for sampling."""
-        return {}
+        """What the metadata recommend for sampling, in Hugging Face's spelling."""
+        return read_sampling(self.metadata)
 
     def tokenizer(self) -> TokenizerSpec | None:
         """The tokenizer that the metadata describes, or None."""

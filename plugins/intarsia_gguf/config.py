@@ -9,7 +9,8 @@ import numpy as np
 
 from intarsia.errors import CheckpointError
 from intarsia_gguf.architectures import Architecture
-from intarsia_gguf.metadata import Metadata
+from intarsia_gguf.header import ValueType
+from intarsia_gguf.metadata import LARGE, Metadata
 from intarsia_gguf.rope import rope_parameters
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -119,3 +120,39 @@ def _token_ids(metadata: Metadata) -> dict[str, int]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     keys = {name: f"tokenizer.ggml.{short}_token_id" for name, short in names.items()}
     return {name: metadata.integer(key, low=0) for name, key in keys.items() if key in metadata}
+
+
+def read_sampling(metadata: Metadata) -> dict[str, float]:
+    """Return what `general.sampling.*` recommends, by Hugging Face's names; newer converters write it.
+
+    Left out is what has no such name: the order of samplers, XTC, mirostat. In llama.cpp, `penalty_repeat` sees the
+    last `penalty_last_n` tokens alone; here it sees all, and only the 0 that switches it off counts.
+
+    Raises:
+        CheckpointError: a value is of the wrong type.
+    """
+    prefix = "general.sampling"
+    read: dict[str, float] = {
+        name: _float(metadata, f"{prefix}.{short}")
+        for short, name in (
+            ("temp", "temperature"),
+            ("top_p", "top_p"),
+            ("min_p", "min_p"),
+            ("penalty_repeat", "repetition_penalty"),
+        )
+        if f"{prefix}.{short}" in metadata
+    }
+    # For llama.cpp, 0 and less switch these off, and are greedy.
+    if "temperature" in read:
+        read["temperature"] = max(0.0, read["temperature"])
+    if f"{prefix}.top_k" in metadata:
+        read["top_k"] = max(0, metadata.integer(f"{prefix}.top_k", low=-LARGE))
+    if metadata.integer(f"{prefix}.penalty_last_n", low=-LARGE, default=-1) == 0:
+        read.pop("repetition_penalty", None)
+    return read
+
+
+def _float(metadata: Metadata, key: str) -> float:
+    """Return a number as its author wrote it: 0.6, not the 0.6000000238418579 that float32 makes of it."""
+    value = metadata.number(key)
+    return float(str(np.float32(value))) if metadata.values[key].type is ValueType.FLOAT32 else value

@@ -51,7 +51,7 @@ def drafter(key="guess", **fields) -> Provider:
 def test_a_report_is_strict_json_and_says_who_is_there_and_why(model):
     report = report_of(model, scheduler={"use": "static", "max_batch": 3}, attention="sdpa")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    assert set(report) == {"model", "engine", "parts", "ops", "memory", "invariance", "hash"}
+    assert set(report) == {"model", "engine", "parts", "ops", "sampling", "memory", "invariance", "hash"}
     assert all({"key", "provider", "asked_by", "reason", "options"} <= set(part) for part in report["parts"].values())
     scheduler = report["parts"]["scheduler"]
     assert (scheduler["key"], scheduler["asked_by"]) == ("static", "config")

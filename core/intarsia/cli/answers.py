@@ -123,6 +123,10 @@ def as_json(completion: Completion) -> dict[str, Any]:
     }
     if completion.logprobs is not None:
         data["logprobs"] = _logprobs(completion.logprobs)
+    if completion.prompt_logprobs is not None:
+        scored = [entry for entry in completion.prompt_logprobs if entry is not None]
+        # Nothing comes before the first token.
+        data["prompt_logprobs"] = [None, *_logprobs(scored)]
     if completion.error is not None:
         data["error"] = completion.error
     if len(completion.choices) > 1:

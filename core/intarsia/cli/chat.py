@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
-from attrs import define, field
+from attrs import define, evolve, field
 
 from intarsia.cli.answers import Printer
 from intarsia.cli.loading import opened
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from intarsia.engine import Engine
 
 _COMMANDS = ("/exit", "/reset")
+#: Where neither the model's files nor the user say one: a conversation wants fewer surprises than the bare model has.
+_TEMPERATURE = 0.7
 
 
 @click.command()
 @config_options
-@sampling_options(max_tokens=512, temperature=0.7)
+@sampling_options(max_tokens=512, temperature=_TEMPERATURE)
 @click.pass_obj
 def chat(signals: Signals, *, config: EngineConfig, params: SamplingParams) -> None:
     """Talk to a model; it remembers what was said.
@@ -39,10 +41,15 @@ def chat(signals: Signals, *, config: EngineConfig, params: SamplingParams) -> N
     with opened(config, signals) as engine:
         if is_interactive:
             note(f"{config.model.use}. /reset forgets the conversation, /exit ends it, Ctrl-C stops an answer.")
-        session = _Session(engine, params, signals, is_interactive)
+        session = _Session(engine, _with_temperature(params, engine), signals, is_interactive)
         session.run()
     if session.exit_code:
         raise click.exceptions.Exit(session.exit_code)
+
+
+def _with_temperature(params: SamplingParams, engine: Engine) -> SamplingParams:
+    recommends = "temperature" in engine.explain()["sampling"]["recommended"]
+    return params if params.temperature is not None or recommends else evolve(params, temperature=_TEMPERATURE)
 
 
 @define

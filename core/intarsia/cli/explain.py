@@ -65,6 +65,7 @@ def _facts(report: dict[str, Any], layout: CacheLayout) -> Table:
         ("engine", _engine(report["engine"])),
         *_memory(report["memory"], layout),
         ("ops", _ops(report["ops"])),
+        ("sampling", _sampling(report["sampling"])),
         ("invariance", _invariance(report["invariance"])),
         ("hash", report["hash"]),
     ):
@@ -136,6 +137,22 @@ def _ops(ops: dict[str, str]) -> str:
         return "all are torch's references"
     listed = "; ".join(f"{source}: {', '.join(names)}" for source, names in others.items())
     return f"{listed}; the others are torch's references"
+
+
+def _sampling(sampling: dict[str, Any]) -> str:
+    """Name the defaults of requests that do not say, those that the model recommends first."""
+    recommended = sampling["recommended"]
+    own = [name for name in sampling if name not in ("recommended", *recommended)]
+    parts = []
+    if recommended:
+        parts.append(f"{_values(sampling, recommended)}, as the model recommends")
+    if own:
+        parts.append(_values(sampling, own) + (" otherwise" if recommended else ", where a request does not say"))
+    return "; ".join(parts)
+
+
+def _values(sampling: dict[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name} {sampling[name]:g}" for name in names)
 
 
 def _invariance(invariance: dict[str, Any]) -> str:

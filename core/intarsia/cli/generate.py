@@ -8,7 +8,6 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
-from attrs import evolve
 
 from intarsia.cli.answers import Figures, Printer, as_json
 from intarsia.cli.loading import check_model, opened
@@ -27,11 +26,17 @@ if TYPE_CHECKING:
 @config_options
 @click.option("--chat", is_flag=True, help="The prompt is a user's message, and the answer the assistant's.")
 @click.option("--token-ids", callback=read_token_ids, metavar="IDS", help="A prompt of token ids, such as 1,2,3.")
-@sampling_options()
+@sampling_options("n", "ignore_eos", "logprobs", "prompt_logprobs")
 @click.option("-n", type=int, default=1, metavar="N", help="Independent answers. [default: 1]")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end of sequence.")
 @click.option(
     "--logprobs", type=int, metavar="K", help="Log-probabilities of each token and of the K likeliest; --json."
+)
+@click.option(
+    "--prompt-logprobs",
+    type=int,
+    metavar="K",
+    help="The same for each token of the prompt; --max-tokens 0 does only that.",
 )
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--report", is_flag=True, help="Close with figures and the parts that ran, on stderr.")
@@ -44,9 +49,6 @@ def generate(
     chat: bool,
     token_ids: tuple[int, ...] | None,
     params: SamplingParams,
-    n: int,
-    ignore_eos: bool,
-    logprobs: int | None,
     wants_json: bool,
     report: bool,
 ) -> None:
@@ -54,9 +56,9 @@ def generate(
 
     The answer is written as it comes. A model without a tokenizer answers with token ids.
     """
-    params = evolve(params, n=n, ignore_eos=ignore_eos, logprobs=logprobs)
-    if logprobs is not None and not wants_json:
-        raise click.UsageError("--logprobs is shown with --json")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None and not wants_json:
+            raise click.UsageError(f"--{name.replace('_', '-')} is shown with --json")
     check_model(config)
     asked = _read_prompt(prompt, token_ids, chat=chat)
     with opened(config, signals) as engine:

@@ -56,51 +56,72 @@ def plugin_options(command: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def sampling_options(
-    *, max_tokens: int | None = None, temperature: float = 1.0
-) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Add the options that choose tokens and end an answer to a command, which receives `params`; with its defaults."""
-    most = "all that fit" if max_tokens is None else str(max_tokens)
+#: Options that are fields of SamplingParams by the same name: name, type, metavar, help. None is left to the params.
+_SAMPLING: tuple[tuple[str, type, str, str], ...] = (
+    ("temperature", float, "T", "Divides the logits; 0 is greedy. [default: the model's, or {temperature}]"),
+    ("top_k", int, "K", "Keep the K likeliest tokens; 0 keeps all. [default: the model's, or 0]"),
+    ("top_p", float, "P", "Keep the likeliest of probability P. [default: the model's, or 1]"),
+    ("min_p", float, "P", "Keep tokens at least P times as likely as the likeliest. [default: the model's, or 0]"),
+    ("typical_p", float, "P", "Keep the most typical of probability P. [default: the model's, or 1]"),
+    (
+        "repetition_penalty",
+        float,
+        "R",
+        "Divides logits of tokens that prompt or answer hold. [default: the model's, or 1]",
+    ),
+    ("presence_penalty", float, "X", "Taken off the logits of tokens that the answer holds. [default: 0]"),
+    ("frequency_penalty", float, "X", "The same for each time that the answer holds them. [default: 0]"),
+    ("min_tokens", int, "N", "Tokens before which nothing ends the answer. [default: 0]"),
+    ("seed", int, "N", "Repeat an answer. [default: from the operating system]"),
+)
+#: Those that can be given several times: option, field, metavar, help.
+_TEXTS = (
+    ("--stop", "stop", "TEXT", "End before this text. Repeatable."),
+    ("--banned-word", "banned_words", "TEXT", "A text that the answer never holds. Repeatable."),
+)
 
-    def decorate(command: Callable[..., T]) -> Callable[..., T]:
-        @click.option(
+
+def sampling_options(
+    *also: str, max_tokens: int | None = None, temperature: float = 1.0
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Add the options that choose tokens and end an answer to a command, which receives `params`.
+
+    What is not given stays open in them, for the model's own default.
+
+    Args:
+        also: options of the command's own that are fields of the params too.
+        max_tokens: the command's default.
+        temperature: what the command takes where neither its user nor the model says one; for the help alone.
+    """
+    most = "all that fit" if max_tokens is None else str(max_tokens)
+    shown = f"{temperature:g}"
+    options = [
+        click.option(
             "--max-tokens",
             type=int,
             default=max_tokens,
             metavar="N",
             help=f"Tokens to generate at most. [default: {most}]",
-        )
-        @click.option(
-            "--temperature",
-            type=float,
-            default=temperature,
-            metavar="T",
-            help=f"Divides the logits; 0 is greedy. [default: {temperature:g}]",
-        )
-        @click.option(
-            "--top-k", type=int, default=0, metavar="K", help="Keep the K likeliest tokens; 0 keeps all. [default: 0]"
-        )
-        @click.option(
-            "--top-p", type=float, default=1.0, metavar="P", help="Keep the likeliest of probability P. [default: 1]"
-        )
-        @click.option("--seed", type=int, metavar="N", help="Repeat an answer. [default: from the operating system]")
-        @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable.")
-        @functools.wraps(command)
-        def call(
-            *,
-            max_tokens: int | None,
-            temperature: float,
-            top_k: int,
-            top_p: float,
-            seed: int | None,
-            stop: tuple[str, ...],
-            **rest: Any,
-        ) -> T:
-            params = SamplingParams(
-                max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+        ),
+        *(
+            click.option(
+                f"--{name.replace('_', '-')}", name, type=kind, metavar=metavar, help=text.format(temperature=shown)
             )
-            return command(params=params, **rest)
+            for name, kind, metavar, text in _SAMPLING
+        ),
+        *(click.option(flag, name, multiple=True, metavar=metavar, help=text) for flag, name, metavar, text in _TEXTS),
+    ]
 
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(command)
+        def call(*, max_tokens: int | None, **rest: Any) -> T:
+            named = [*also, *(name for name, *_ in _SAMPLING), *(name for _, name, *_ in _TEXTS)]
+            given = {name: value for name in named if (value := rest.pop(name)) is not None}
+            return command(params=SamplingParams(max_tokens=max_tokens, **given), **rest)
+
+        # Decorators come in reverse: the first to be seen in the help is put on last.
+        for option in reversed(options):
+            call = option(call)
         return call
 
     return decorate

@@ -20,6 +20,9 @@ _MAX_CONFIG, _MAX_INDEX, _MAX_TOKENIZER, _MAX_TEMPLATE = 16 << 20, 64 << 20, 256
 _MAX_EOS_IDS = 1024
 #: The tokens with names of their own, which chat templates use (transformers' SPECIAL_TOKENS_ATTRIBUTES).
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GENERATION = "generation_config.json"
+#: What generation_config.json says of sampling, of all that it can hold.
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
@@ -148,6 +151,12 @@ def read_index(folder: ModelFolder, name: str) -> dict[str, Any] | None:
     return weight_map
 
 
+def read_sampling(folder: ModelFolder) -> dict[str, Any]:
+    """Return what generation_config.json says of sampling, as written but for null, which is as if absent."""
+    generation = folder.read_object(_GENERATION, _MAX_CONFIG) or {}
+    return {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+
+
 # --- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
@@ -218,8 +227,8 @@ def _id_of(tokenizer: Any, text: str | None) -> int | None:
 
 
 def _eos_ids(folder: ModelFolder, config: Mapping[str, Any], own: int | None) -> tuple[int, ...]:
-    generation = folder.read_object("generation_config.json", _MAX_CONFIG) or {}
-    for name, values in (("generation_config.json", generation), ("config.json", config)):
+    generation = folder.read_object(_GENERATION, _MAX_CONFIG) or {}
+    for name, values in ((_GENERATION, generation), ("config.json", config)):
         ids = values.get("eos_token_id")
         if ids is None or ids == []:
             continue

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from attrs import field, frozen
 
-from intarsia.defaults.huggingface import ModelFolder, parse_object, read_config, read_index, read_tokenizer
+from intarsia.defaults.huggingface import (
+    ModelFolder,
+    parse_object,
+    read_config,
+    read_index,
+    read_sampling,
+    read_tokenizer,
+)
 from intarsia.errors import CheckpointError
 from intarsia.protocols import LoaderContext
 from intarsia.types import Fit, StoredTensor, TokenizerSpec, Unfit
@@ -91,7 +98,7 @@ class SafetensorsLoader:
             raise CheckpointError(f"{self.path.name}: {unfit.reason}")
         folder = ModelFolder(self.path)
         config = read_config(folder)
-        return SafetensorsCheckpoint(folder, config, _tensors(folder))
+        return SafetensorsCheckpoint(folder, config, _tensors(folder), read_sampling(folder))
 
 
 @frozen
@@ -101,17 +108,13 @@ class SafetensorsCheckpoint:
     folder: ModelFolder
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    sampling: Mapping[str, Any] = field(factory=dict)
 
     @property
     def dtype(self) -> str:
         """The widest floating dtype among the tensors."""
         stored = {tensor.format for tensor in self.tensors.values()}
         return next((name for kind, name in _FLOATS.items() if kind in stored), "float32")
-
-    @property
-    def sampling(self) -> Mapping[str, Any]:
-        """What the files recommend for sampling."""
-        return {}
 
     def tokenizer(self) -> TokenizerSpec | None:
         """Return the tokenizer, or None where the folder has none; raise CheckpointError where it is malformed."""

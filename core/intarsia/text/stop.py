@@ -42,7 +42,8 @@ class StopStrings:
 
     A stop string takes effect at the character that completes it, whichever way the text is split; of several that end
     there the longest counts. Text that may be the beginning of a stop string is held back until it is known not to be.
-    Work is linear in the text, for each stop string.
+    Characters can be passed: a stop string that one of them completes has no effect, though one that begins there and
+    is completed later does. Work is linear in the text, for each stop string.
 
     Attributes:
         include_stop: leave the stop string at the end of the text.
@@ -61,10 +62,13 @@ class StopStrings:
         """Whether there is anything to look for."""
         return bool(self._patterns)
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take the next part; return the text that is free to show, and whether a stop string ends it here."""
+    def push(self, text: str, passed: int = 0) -> tuple[str, bool]:
+        """Take the next part; return the text that is free to show, and whether a stop string ends it here.
+
+        The first `passed` of these characters complete none.
+        """
         known = self._held + text
-        end, length = self._find(self._matched, text)
+        end, length = self._find(self._matched, text, passed)
         if length:
             end += len(self._held)
             self._held = ""
@@ -73,16 +77,16 @@ class StopStrings:
         self._held = known[keep:]
         return known[:keep], False
 
-    def completed_by(self, text: str) -> bool:
-        """Return whether `push(text)` would meet a stop string."""
-        return self._find(list(self._matched), text)[1] > 0
+    def completed_by(self, text: str, passed: int = 0) -> bool:
+        """Return whether `push(text, passed)` would meet a stop string."""
+        return self._find(list(self._matched), text, passed)[1] > 0
 
     def finish(self) -> str:
         """Return the text still held back: no stop string can come any more."""
         held, self._held = self._held, ""
         return held
 
-    def _find(self, matched: list[int], text: str) -> tuple[int, int]:
+    def _find(self, matched: list[int], text: str, passed: int) -> tuple[int, int]:
         """Go through the text, updating `matched`; return end and length of the first stop string, or (0, 0)."""
         if not self._patterns:
             return 0, 0
@@ -91,7 +95,10 @@ class StopStrings:
             for index, pattern in enumerate(self._patterns):
                 matched[index] = pattern.advance(matched[index], character)
                 if matched[index] == len(pattern.text):
-                    length = max(length, matched[index])
+                    if end > passed:
+                        length = max(length, matched[index])
+                    else:
+                        matched[index] = pattern.fallback[matched[index]]
             if length:
                 return end, length
         return 0, 0

@@ -26,17 +26,23 @@ class TextStream:
             text += stream.finish()
         if stream.stopped:                 # finish may meet a stop string as well
             reason = "stop"
+
+    A stop string that one of the first `min_tokens` ids completes is let pass and stays in the text.
     """
 
     _detokenizer: Detokenizer
     _stops: StopStrings
+    _min_tokens: int = 0
+    _num_ids: int = field(default=0, init=False)
+    #: characters still to come that are of the first `min_tokens` ids: held back, as a next byte could spoil them
+    _free: int = field(default=0, init=False)
     _stopped: bool = field(default=False, init=False)
 
     @classmethod
     def open(cls, tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
-        """Begin the text of a sequence, by its request's `stop`, `include_stop` and `skip_special_tokens`."""
+        """Begin the text of a sequence, as its request's parameters say: stop strings, and what stays in the text."""
         detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
-        return cls(detokenizer, StopStrings(params.stop, params.include_stop))
+        return cls(detokenizer, StopStrings(params.stop, params.include_stop), params.min_tokens)
 
     @property
     def stopped(self) -> bool:
@@ -55,8 +61,11 @@ class TextStream:
             return self._detokenizer.push(ids), None
         texts = []
         for count, token_id in enumerate(ids, start=1):
+            self._num_ids += 1
             texts.append(self._take(self._detokenizer.push((token_id,))))
-            if not self._stopped and self._stops.completed_by(self._whole_pending()):
+            if self._is_free:
+                self._free = len(self._detokenizer.peek().partition(REPLACEMENT)[0])
+            elif not self._stopped and self._stops.completed_by(self._whole_pending(), self._free):
                 texts.append(self._take(self._detokenizer.finish()))
             if self._stopped:
                 return "".join(texts), count
@@ -69,8 +78,16 @@ class TextStream:
         text = self._take(self._detokenizer.finish())
         return text + self._stops.finish()
 
+    @property
+    def _is_free(self) -> bool:
+        """Whether a stop string that the last id completes is let pass."""
+        return self._num_ids <= self._min_tokens
+
     def _take(self, text: str) -> str:
-        text, self._stopped = self._stops.push(text)
+        """Take settled text; return what of it can be shown."""
+        free = len(text) if self._is_free else self._free
+        self._free = max(0, self._free - len(text))
+        text, self._stopped = self._stops.push(text, free)
         return text
 
     def _whole_pending(self) -> str:

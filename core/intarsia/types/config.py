@@ -36,6 +36,7 @@ class ModelChoice:
         loader: key of the loader; auto is the one that fits the files.
         family: key of the model family; auto is the `model_type` that the files say.
         revision: branch, tag or commit, for a hub id.
+        generation_config: whether requests that do not say take the sampling that the model's files recommend.
         options: options of the loader.
     """
 
@@ -43,6 +44,7 @@ class ModelChoice:
     loader: str = AUTO
     family: str = AUTO
     revision: str | None = None
+    generation_config: bool = True
     options: Mapping[str, Any] = Factory(dict)
 
 
