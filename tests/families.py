@@ -16,6 +16,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
+    LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -54,14 +55,12 @@ class Case:
         config: of the tiny model.
         max_model_len: of the engine. LongRoPE and dynamic NTK depend on it.
         lengths: of the prompts, in tokens. LongRoPE in transformers depends on them.
-        tensors: what the names of the tensors that are read begin with; the others may stay unread.
     """
 
     name: str
     config: PreTrainedConfig
     max_model_len: int = 128
     lengths: tuple[int, ...] = (40, 9, 17, 32)
-    tensors: str = ""
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
@@ -85,16 +84,29 @@ TINY_VISION = {
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 128, "vocab_size": TOKENIZER_SIZE}
 EXPERTS = SMALL | {"num_local_experts": 6, "num_experts_per_tok": 2}
 QWEN3_MOE = SMALL | {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+ORIGINAL = "original_max_position_embeddings"
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
+}
 
 CASES = (
+    Case("llama with biases", LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
     Case("mistral", MistralConfig(**SMALL, sliding_window=8)),
     Case("mistral without a window", MistralConfig(**SMALL, sliding_window=None, head_dim=24)),
     Case("qwen2", Qwen2Config(**SMALL)),
     Case("qwen2 with windows", Qwen2Config(**SMALL, **WINDOWS, tie_word_embeddings=True)),
     Case("qwen3", Qwen3Config(**SMALL, head_dim=16)),
+    Case("qwen3 with heads wider than the model", Qwen3Config(**SMALL | {"hidden_size": 40}, head_dim=16)),
     Case("qwen3 with windows and biases", Qwen3Config(**SMALL, **WINDOWS, head_dim=24, attention_bias=True)),
     Case("phi3", Phi3Config(**SMALL, sliding_window=8)),
+    Case("phi3 beyond longrope's length", Phi3Config(**SMALL, rope_parameters=LONGROPE, **{ORIGINAL: 8})),
+    Case("phi3 below it", Phi3Config(**SMALL, rope_parameters=LONGROPE, **{ORIGINAL: 64}), max_model_len=64),
     Case("olmo2", Olmo2Config(**SMALL)),
+    Case("olmo2 with biases", Olmo2Config(**SMALL, attention_bias=True)),
     Case("granite", GraniteConfig(**SMALL, **GRANITE, attention_bias=True, mlp_bias=True)),
     Case("gemma2", Gemma2Config(**GEMMA, **CAPS)),
     Case("gemma2 without caps", Gemma2Config(**GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None)),
@@ -106,6 +118,7 @@ CASES = (
     Case("gpt2", GPT2Config(**GPT2)),
     Case("gpt2 scaled by layer", GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True, n_inner=80)),
     Case("phi", PhiConfig(**SMALL)),
+    Case("phi tied", PhiConfig(**SMALL, partial_rotary_factor=0.4, tie_word_embeddings=True)),
     Case("mixtral", MixtralConfig(**EXPERTS)),
     Case("mixtral with windows", MixtralConfig(**EXPERTS, sliding_window=8, head_dim=24)),
     Case("qwen3_moe", Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=True)),

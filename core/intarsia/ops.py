@@ -74,28 +74,26 @@ def rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> t
     return torch.cat(rotated, dim=-1)
 
 
-#: Torch cuts CPU loops of so many numbers between threads, in the middle of a row too. Around a cut, exp and tanh are
-#: computed by scalar code that rounds otherwise than vector code.
-_GRAIN = 32768
+#: Torch cuts CPU loops of so many numbers between threads, in the middle of a row too, and those of gelu sooner.
+#: Around a cut, exp and tanh are computed by scalar code that rounds otherwise than vector code.
+_GRAIN, _GELU_GRAIN = 32768, 16384
 #: So is what is left of a loop behind its last whole step, of two vectors of 512 bits; and rows that lie end to end are
 #: one loop.
 _STEP = 64
 
 
-def _activate(x_TF: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _activate(
+    x_TF: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], grain: int = _GRAIN
+) -> torch.Tensor:
     """Return a new tensor of a function's values, of whole steps and of pieces so small that torch cuts none."""
     if x_TF.device.type != "cpu":
         return function(x_TF)
     padding = -x_TF.shape[1] % _STEP
     if padding:
-        return _activate(functional.pad(x_TF, (0, padding)), function)[:, :-padding].contiguous()
-    num_rows = max(1, (_GRAIN - 1) // x_TF.shape[1])
+        return _activate(functional.pad(x_TF, (0, padding)), function, grain)[:, :-padding].contiguous()
+    num_rows = max(1, (grain - 1) // x_TF.shape[1])
     pieces = [function(part) for part in torch.split(x_TF, num_rows)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(x, approximate="tanh")
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
@@ -107,12 +105,12 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 def gelu_tanh_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Return gelu(gate) * up, as `silu_mul`, with the tanh form of gelu (Hendrycks and Gimpel 2016)."""
     gate, up = gate_up_T2F.chunk(2, dim=-1)
-    return _activate(gate, _gelu_tanh).mul_(up)
+    return gelu_tanh(gate).mul_(up)
 
 
 def gelu_tanh(x_TF: torch.Tensor) -> torch.Tensor:
     """Return gelu(x) in its tanh form (Hendrycks and Gimpel 2016)."""
-    return _activate(x_TF, _gelu_tanh)
+    return _activate(x_TF, lambda part: functional.gelu(part, approximate="tanh"), _GELU_GRAIN)
 
 
 def soft_cap(x_LV: torch.Tensor, cap: float) -> torch.Tensor:

@@ -177,6 +177,76 @@ def test_silu_mul_of_many_tokens_is_that_of_each():
     check(call("silu_mul")(x), gate / (1 + np.exp(-gate)) * up, 1e-5)
 
 
+@several
+@given(dtypes, rows, st.integers(1, 300), st.sampled_from([1e-5, 0.1]), st.floats(-20, 20), st.booleans(), seeds)
+def test_layer_norm_takes_the_mean_off_and_divides_by_the_deviation(dtype, num_rows, embed, eps, mean, with_bias, seed):
+    x = (normal(seed, num_rows, embed) + mean).to(dtype)
+    w, bias = normal(seed + 1, embed, dtype=dtype), normal(seed + 2, embed, dtype=dtype) if with_bias else None
+    centred = exact(x) - exact(x).mean(-1, keepdims=True)
+    deviation = np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+    expected = centred / deviation * exact(w) + (exact(bias) if with_bias else 0)
+    # The mean errs by roundings of numbers of its own size; all of it is in fp32, and rounded to the format once.
+    off = (np.abs(exact(x)).max(-1, keepdims=True, initial=0) + 1) / deviation * (np.abs(centred / deviation) + 1)
+    bound = (
+        np.abs(exact(w)) * off * (embed / 8 + 8) * ROUNDING[torch.float32] + 1.01 * np.abs(expected) * ROUNDING[dtype]
+    )
+    out = call("layer_norm")(x, w, bias, eps)
+    assert out.dtype == dtype
+    check(out, expected, bound + 1e-6)
+
+
+def gelu(x):
+    """The tanh form, in float64."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+#: Numbers below a format's smallest normal one are rounded to steps of their own.
+SUBNORMAL = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}
+
+
+@several
+@given(dtypes, rows, st.integers(1, 200), st.sampled_from([0.1, 1.0, 30.0]), seeds)
+def test_gelu_is_its_tanh_form(dtype, num_rows, ffn, size, seed):
+    x = normal(seed, num_rows, ffn, dtype=dtype) * size
+    before = x.clone()
+    expected = gelu(exact(x))
+    # Below zero, 1 + tanh cancels: the error is of x's size.
+    bound = 4 * np.abs(exact(x)) * ROUNDING[torch.float32] + 1.01 * np.abs(expected) * ROUNDING[dtype]
+    out = call("gelu_tanh")(x)
+    assert out.dtype == dtype and torch.equal(x, before)
+    check(out, expected, bound + SUBNORMAL[dtype])
+
+
+@several
+@given(dtypes, rows, st.integers(1, 200), st.sampled_from([1.0, 30.0]), seeds)
+def test_gelu_mul_gates_the_second_half_with_the_first(dtype, num_rows, ffn, size, seed):
+    x = normal(seed, num_rows, 2 * ffn, dtype=dtype) * size
+    before = x.clone()
+    gate, up = np.split(exact(x), 2, -1)
+    expected = gelu(gate) * up
+    bound = 4 * np.abs(gate * up) * ROUNDING[torch.float32] + 2.01 * np.abs(expected) * ROUNDING[dtype]
+    out = call("gelu_tanh_mul")(x)
+    assert torch.equal(x, before)
+    check(out, expected, bound + SUBNORMAL[dtype] * (np.abs(up) + 1))
+
+
+@several
+@given(dtypes, rows, st.integers(1, 200), st.sampled_from([0.5, 30.0, 50.0]), st.sampled_from([1e-2, 1.0, 1e3]), seeds)
+def test_soft_cap_bends_numbers_to_within_the_cap(dtype, num_rows, vocab, cap, size, seed):
+    x = normal(seed, num_rows, vocab, dtype=dtype) * size
+    before = x.clone()
+    expected = cap * np.tanh(exact(x) / cap)
+    out = call("soft_cap")(x, cap)
+    assert torch.equal(x, before) and float(out.abs().max() if out.numel() else 0) <= cap
+    # Rounded to the format three times: the quotient, its tanh, the product.
+    check(out, expected, 3.5 * np.abs(expected) * ROUNDING[dtype] + 2 * SUBNORMAL[dtype] * cap + 1e-30)
+
+
+def test_soft_cap_of_endless_numbers_is_the_cap():
+    x = torch.tensor([[torch.inf, -torch.inf, 3e38, 0.0]])
+    assert call("soft_cap")(x, 30.0).tolist() == [[30.0, -30.0, 30.0, 0.0]]
+
+
 @pytest.mark.parametrize(("op", "more"), [("all_reduce", ()), ("all_gather", (0,)), ("all_gather", (1,))])
 def test_collectives_are_the_identity_on_one_device(op, more):
     x = normal(0, 3, 4)
@@ -266,7 +336,11 @@ def test_a_row_of_an_fp32_linear_keeps_its_bits_through_a_large_head():
 ROW_OPS = {
     "rms_norm": lambda x, w: call("rms_norm")(x, w, 1e-5),
     "add_rms_norm": lambda x, w: torch.cat(call("add_rms_norm")(x, x * 0.3, w, 1e-5), -1),
+    "layer_norm": lambda x, w: call("layer_norm")(x, w, w.flip(0), 1e-5),
     "silu_mul": lambda x, w: call("silu_mul")(torch.cat([x, x + 1], -1)),
+    "gelu_tanh_mul": lambda x, w: call("gelu_tanh_mul")(torch.cat([x, x + 1], -1)),
+    "gelu_tanh": lambda x, w: call("gelu_tanh")(x),
+    "soft_cap": lambda x, w: call("soft_cap")(x, 3.0),
 }
 
 
@@ -283,6 +357,33 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(op, dtype, threads):
             alone = torch.cat([ROW_OPS[op](row.unsqueeze(0), w) for row in x])
             for size in (1, 2, 3, 8, 33, 41, 67, 100):
                 assert torch.equal(ROW_OPS[op](x[:size], w), alone[:size]), (width, size)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_rows_that_are_no_whole_vectors_have_the_same_bits_alone_and_in_any_batch(op, dtype):
+    """Rows that lie end to end are one loop to torch: what is left of it comes from scalar code, wherever it ends."""
+    for width in (1, 5, 17, 24, 80, 96, 100):
+        w, x = normal(1, width, dtype=dtype), normal(2, 40, width, dtype=dtype)
+        alone = torch.cat([ROW_OPS[op](row.unsqueeze(0), w) for row in x])
+        for size in range(1, 41):
+            assert torch.equal(ROW_OPS[op](x[:size], w), alone[:size]), (width, size)
+            assert torch.equal(ROW_OPS[op](x[-size:], w), alone[-size:]), (width, size)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("op", ["gelu_tanh", "soft_cap"])
+def test_a_row_longer_than_what_torch_cuts_has_the_same_bits_alone_and_in_any_batch(op, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for width in (32767, 32768, 32769, 50257, 65537):
+            x = normal(2, 9, width)
+            alone = torch.cat([ROW_OPS[op](row.unsqueeze(0), None) for row in x])
+            for size in (1, 2, 3, 8, 9):
+                assert torch.equal(ROW_OPS[op](x[:size], None), alone[:size]), (width, size)
     finally:
         torch.set_num_threads(before)
 
