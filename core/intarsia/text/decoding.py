@@ -26,6 +26,8 @@ from tokenizers import Regex, decoders
 from intarsia.errors import CheckpointError
 
 REPLACEMENT = "\ufffd"
+# What `inside` puts around a piece: a word that no decoder changes, besides a space that it may put before it.
+_WORD = "abc"
 
 #: Bytes that a run of byte tokens may hold back. Longer runs are released while they are valid.
 LONGEST_BYTE_RUN = 64
@@ -232,6 +234,14 @@ class Decoding:
             pieces, state = step.run(state, pieces, final)
             after.append(state)
         return "".join(pieces), tuple(after)
+
+    def inside(self, piece: str) -> str:
+        """Return the text that a piece adds between two words: with its spaces, half a character as U+FFFD."""
+        before, after = self._whole(_WORD), self._whole(_WORD, _WORD)
+        return self._whole(_WORD, piece, _WORD).removeprefix(before).removesuffix(after.removeprefix(before))
+
+    def _whole(self, *pieces: str) -> str:
+        return self.run(self.begin(), pieces, final=True)[0]
 
     def raw_bytes(self, piece: str) -> bytes | None:
         """Return the bytes of a piece that need not be a text of its own; None where the chain has no such pieces."""

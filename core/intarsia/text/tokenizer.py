@@ -97,22 +97,27 @@ class Tokenizer:
         return detokenizer.push(ids) + detokenizer.finish()
 
     def id_text(self, token_id: int) -> str:
-        """Return the text that one token has inside a text: with its space, special tokens spelled out.
+        """Return the text that one token has inside a text: with its spaces, special tokens spelled out.
 
         A token that is a part of a character gives U+FFFD, an id outside the vocabulary nothing.
         """
-        _, states = self._decoding.run(self._decoding.begin(), ("x",), final=False)
-        held, _ = self._decoding.run(states, (), final=True)
-        text, _ = self._decoding.run(states, self._pieces((token_id,)), final=True)
-        return text.removeprefix(held)
+        pieces = self._pieces((token_id,))
+        return self._decoding.inside(pieces[0]) if pieces else ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds inside a text; empty for special tokens and ids without one."""
+        """Return the bytes that a token adds inside a text; empty for special tokens and ids without one.
+
+        Of any ids, these bytes one after another are what `decode` returns, as UTF-8, but for spaces that a tokenizer
+        leaves out where a text begins or ends (SentencePiece's first, a word's end at the last token), and for the mark
+        that a text keeps which begins with WordPiece's continuation of a word. Where they
+        are no valid UTF-8, byte-level tokenizers decode them with U+FFFD for what is invalid, as Python's "replace"
+        does, and tokenizers with byte tokens with U+FFFD for each byte of a run that is not valid as a whole.
+        """
         pieces = self._plain_pieces((token_id,))
         if not pieces:
             return b""
         raw = self._decoding.raw_bytes(pieces[0])
-        return self.id_text(token_id).encode() if raw is None else raw
+        return self._decoding.inside(pieces[0]).encode() if raw is None else raw
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a detokenizer for one sequence."""
