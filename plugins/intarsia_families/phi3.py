@@ -11,7 +11,10 @@ _DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings"
 
 def _read(fields: Fields, tensor_names: frozenset[str]) -> DecoderSpec:
     fields = fields.over(_DEFAULTS)
-    rope = read_rope(fields, head_dim(fields))
+    rope = read_rope(fields, head_dim(fields), partial=1.0)
+    if rope.kind not in ("default", "longrope"):  # transformers knows no others here, and takes yarn for longrope
+        table = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+        raise fields.wrong(table, "of rope kind 'longrope'")
     slides = [fields.has("sliding_window")] * num_layers(fields)
     layers = [
         LayerSpec(attention=attention(fields, rope, window=window), mlp=mlp(fields))

@@ -61,14 +61,18 @@ class Fields:
             raise self.wrong(name, f"a whole number from {low} to {high}")
         return value
 
-    def number(self, name: str, default: Any = _REQUIRED, *, low: float = 0.0) -> float:
-        """Return a finite number above `low`."""
+    def number(self, name: str, default: Any = _REQUIRED, *, low: float = 0.0, high: float = 1e300) -> float:
+        """Return a finite number above `low` and below `high`."""
         value = self.get(name, default)
         # Whole numbers past the range of a float are refused as infinite.
         known = isinstance(value, int | float) and not isinstance(value, bool)
-        if not known or not low < value < 1e300 or not math.isfinite(value):
-            raise self.wrong(name, f"a finite number above {low:g}")
+        if not known or not low < value < high or not math.isfinite(value):
+            raise self.wrong(name, f"a finite number above {low:g}" + (f", below {high:g}" if high < 1e300 else ""))
         return float(value)
+
+    def scale(self, name: str, default: float = 1.0) -> float:
+        """Return a number that multiplies or divides: one that leaves fp32 in its range."""
+        return self.number(name, default, low=1e-6, high=1e6)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false."""
