@@ -22,6 +22,7 @@ class FakeSequence:
     token_ids: list[int]
     max_total: int
     priority: int = 0
+    salt: str = ""
     num_prompt: int = field(init=False)
     num_computed: int = field(default=0, init=False)
     params: SamplingParams = field(factory=SamplingParams, init=False)
@@ -81,6 +82,20 @@ def enter(part, *new):
 
 def ids(rows):
     return [row.sequence_id[0] for row in rows]
+
+
+def test_prefixes_are_reserved_under_the_salt_of_their_sequence():
+    part = scheduler()
+    asked = []
+
+    class Books:
+        def reserve(self, sequence_id, token_ids, num_tokens, salt=""):
+            asked.append((sequence_id[0], list(token_ids), num_tokens, salt))
+
+    part.allocator = Books()
+    enter(part, evolve(sequence("a"), salt="mine"))
+    part._fill()
+    assert asked == [("a", [0, 1, 2], 5, "mine")]
 
 
 # --- whatever happens -------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ class StaticScheduler:
         while self._waiting and len(self._running) < self.options.max_batch:
             sequence = self._waiting[0]
             # Room for the longest it can get, drafts included: nothing is ever preempted.
-            if self.allocator.reserve(sequence.sequence_id, sequence.token_ids, sequence.max_total) is None:
+            known, salt = sequence.token_ids, sequence.salt
+            if self.allocator.reserve(sequence.sequence_id, known, sequence.max_total, salt) is None:
                 break
             self._running[sequence.sequence_id] = self._waiting.popleft()
             entered.append(sequence.entered())
