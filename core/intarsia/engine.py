@@ -152,10 +152,8 @@ class Engine:
     def _await(self, arrivals: Iterable[Arrival]) -> None:
         """Wait until nothing keeps requests of our own from running; the others go on."""
         for arrival in arrivals:
-            arrival.preparation.check()
-            while arrival.preparation.pending:
+            while not arrival.preparation.is_done():
                 self._step(arrival.preparation)
-                arrival.preparation.check()
 
     def _run_all(self, groups: list[list[Sequence]]) -> None:
         """Run requests of our own to their ends; where the queue is full, the rest follows as it empties."""
@@ -216,11 +214,10 @@ class Engine:
             OverloadedError: the queue is full; nothing has changed.
         """
         arrival = self._read(request)
-        arrival.preparation.check()
-        if arrival.preparation.pending:
-            self._preparing.add(arrival)
-        else:
+        if arrival.preparation.is_done():
             self._enter(arrival.sequences, claimed=False)
+        else:
+            self._preparing.add(arrival)
         return request.request_id
 
     def step(self) -> list[Output]:

@@ -51,12 +51,15 @@ class Preparation:
         """What is not done."""
         return [future for _, future in self._tasks if not future.done()]
 
-    def check(self) -> None:
-        """Raise InvalidRequestError where work that is done has failed."""
+    def is_done(self) -> bool:
+        """Whether all is done; raise InvalidRequestError where work that is done has failed."""
+        # Asked first: what becomes done between two questions is not taken for done well.
+        is_done = not self.pending
         for selection, future in self._tasks:
             if future.done():
                 with _blamed(selection, "prepare"):
                     future.result()
+        return is_done
 
 
 @frozen
@@ -156,8 +159,7 @@ class Preparing:
         failed = []
         for request_id, arrival in list(self._arrivals.items()):
             try:
-                arrival.preparation.check()
-                if arrival.preparation.pending:
+                if not arrival.preparation.is_done():
                     continue
                 enter(arrival)
             except InvalidRequestError as error:
