@@ -13,7 +13,9 @@ from intarsia_families.gemma3_text import read_text
 def _read(fields: Fields, tensor_names: frozenset[str]) -> DecoderSpec:
     text = fields.table("text_config")
     head = "language_model.lm_head.weight" if _SAVED.fits(tensor_names) else "lm_head.weight"
-    return read_text("gemma3", text, tensor_names, tied=is_tied(text, tensor_names, head=head))
+    # transformers 5 asks the whole config, 4 asked the text's.
+    asked = fields if fields.has("tie_word_embeddings") else text
+    return read_text("gemma3", text, tensor_names, tied=is_tied(asked, tensor_names, head=head))
 
 
 _IGNORED = (*NAMES.ignored, "*vision_tower.*", "*multi_modal_projector.*")
