@@ -178,17 +178,6 @@ def test_the_choices_of_one_seed_differ_and_repeat():
     assert len({tuple(t) for t in first}) > 1
 
 
-def test_ids_of_a_padded_vocabulary_are_never_chosen_nor_reported():
-    sampler = Sampler(num_ids=VOCAB)
-    sequence_id = enter(sampler, "a", SamplingParams(temperature=100, seed=1, logprobs=1000))
-    logits = torch.cat([random_logits(1), torch.full((1, 14), 50.0)], dim=1)
-    (result,) = sampler.choose([row(sequence_id)], logits)
-    assert result.token_ids[0] < VOCAB
-    (entry,) = result.logprobs
-    assert len(entry.top) == VOCAB
-    assert sum(np.exp(value) for _, value in entry.top) == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_finite_logits_fails_alone(bad, temperature):
@@ -203,21 +192,6 @@ def test_a_row_without_finite_logits_fails_alone(bad, temperature):
     assert [bool(r.error) for r in results] == [False, True, False]
     assert results[1].token_ids == ()
     assert [results[0].token_ids, results[2].token_ids] == [solo[0].token_ids, solo[2].token_ids]
-
-
-def test_logprobs_are_of_the_raw_distribution_and_hold_the_chosen_token():
-    logits = random_logits(1, scale=1.0)
-    reference = logits.log_softmax(-1)[0]
-    best = reference.topk(5)
-    for settings_ in ({"temperature": 0}, {"temperature": 1.7, "top_p": 0.1}, {"temperature": 1.0, "top_k": 1}):
-        sampler = Sampler(VOCAB)
-        sequence_id = enter(sampler, "a", SamplingParams(**settings_, logprobs=5, seed=2))
-        (result,) = sampler.choose([row(sequence_id)], logits.clone())
-        (entry,) = result.logprobs
-        assert [t for t, _ in entry.top] == best.indices.tolist()
-        assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-        assert entry.token_id == result.token_ids[0]
-        assert entry.logprob == pytest.approx(reference[entry.token_id].item(), abs=1e-5)
 
 
 def test_rows_that_want_no_logits_get_no_tokens():
@@ -277,3 +251,75 @@ def test_of_equal_logits_the_lowest_id_is_chosen():
     sampler = Sampler(VOCAB)
     ids = [enter(sampler, name, SamplingParams(temperature=0)) for name in "ab"]
     assert [result.token_ids for result in sampler.choose([row(i) for i in ids], logits_LV)] == [(0,), (3,)]
+
+
+def test_drafts_leave_the_joint_distribution_as_it_is_with_penalties_and_filters():
+    """X03: of two tokens, with a drafter of its own mind, against the product of the target's conditionals."""
+    vocab, count = 8, 20000
+    tables = random_logits(vocab + 1, vocab=vocab, seed=3, scale=1.2)
+    penalties = {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+    params = SamplingParams(temperature=1.3, top_p=0.8, logit_bias={2: 0.5}, **penalties)
+    first_drafts = random_logits(1, vocab=vocab, seed=9).repeat(count, 1).softmax(-1).multinomial(
+        2, replacement=True, generator=torch.Generator().manual_seed(1)
+    )  # fmt: skip
+    joint = Counter()
+    sampler = Sampler(vocab)
+    for start in range(0, count, 500):
+        drafts = first_drafts[start : start + 500].tolist()
+        ids = [enter(sampler, str(i), params, prompt=(1,), seed=start + i) for i in range(500)]
+        logits = torch.stack([tables[row_] for guess in drafts for row_ in (vocab, guess[0], guess[1])])
+        rows = [row(i, prompt=(1,), drafts=guess) for i, guess in zip(ids, drafts, strict=True)]
+        first = sampler.choose(rows, logits)
+        short = [i for i, result in enumerate(first) if len(result.token_ids) < 2]
+        rest = [row(ids[i], prompt=tuple(sampler.token_ids(ids[i]))) for i in short]
+        sampler.choose(rest, torch.stack([tables[first[i].token_ids[0]] for i in short]))
+        joint.update(tuple(list(sampler.token_ids(i))[1:3]) for i in ids)
+
+    def conditional(known):
+        logits = tables[vocab if len(known) == 1 else known[-1]].double().numpy().copy()
+        for token in set(known):
+            logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
+        for token in known[1:]:
+            logits[token] -= 0.8 + 0.4
+        logits[2] += 0.5
+        p = np.exp(logits / 1.3) / np.exp(logits / 1.3).sum()
+        order = np.argsort(-p)
+        p[order[np.cumsum(p[order]) - p[order] >= 0.8]] = 0
+        return p / p.sum()
+
+    expected = {
+        (a, b): count * pa * pb
+        for a, pa in enumerate(conditional([1]))
+        for b, pb in enumerate(conditional([1, a]))
+        if pa * pb > 0
+    }
+    assert set(joint) <= set(expected)
+    observed = [joint[pair] for pair in expected]
+    assert chisquare(observed, list(expected.values())).pvalue > 1e-3
+
+
+def test_a_seed_draws_the_same_tokens_in_any_company_order_and_after_a_preemption():
+    """S01: alone, beside others in any order, taken again in the middle."""
+
+    def run(seeds, place, *, again=False):
+        sampler = Sampler(VOCAB)
+        params = [SamplingParams(temperature=0.8, seed=seed) for seed in seeds]
+        ids = [enter(sampler, str(i), p) for i, p in enumerate(params)]
+        for step in range(16):
+            if again and step == 7:
+                answer = list(sampler.token_ids(ids[place]))[3:]
+                sampler.leave(ids[place])
+                enter(sampler, str(place), params[place], answer=answer)
+            known = [tuple(sampler.token_ids(i)) for i in ids]
+            logits = torch.cat([random_logits(1, seed=sum(k) + len(k)) for k in known])
+            sampler.choose([row(i, prompt=k) for i, k in zip(ids, known, strict=True)], logits)
+        return list(sampler.token_ids(ids[place]))[3:]
+
+    alone = run([42], 0)
+    assert run([42], 0, again=True) == alone
+    for place in (0, 3, 7):
+        others = list(range(100 * place, 100 * place + 8))
+        others[place] = 42
+        assert run(others, place) == alone
+        assert run([seed + 1 if i != place else 42 for i, seed in enumerate(others)], place, again=True) == alone
+    assert len({tuple(run([seed], 0)) for seed in range(20)}) > 15  # S02

@@ -90,35 +90,33 @@ def _limited(logits_LV: torch.Tensor, settings: Sequence[Settings], rows: Sequen
 
 
 def _growing(logits_LV: torch.Tensor, settings: Sequence[Settings], rows: Sequence[int]) -> Iterator[Candidates]:
-    """Rows without top_k: rank more and more tokens until top_p or min_p cuts within them."""
-    if not rows:
-        return
-    vocab, device = logits_LV.shape[1], logits_LV.device
+    """Rows without top_k: rank more and more tokens, until what top_p and min_p keep is among them."""
     totals_L1 = _totals(logits_LV, settings, rows)
-    # Typicality is no order of the ranking: it needs all, unless another filter cuts before it.
-    uncut = [i for i, row in enumerate(rows) if settings[row].top_p >= 1 and settings[row].min_p <= 0]
-    pending, count = [i for i in range(len(rows)) if i not in set(uncut)], _FIRST
+    pending, count = list(range(len(rows))), _FIRST
     while pending:
         chosen = [settings[rows[i]] for i in pending]
-        ranking = rank(_taken(logits_LV, [rows[i] for i in pending]), min(count, vocab))
-        settled = [True] * len(pending)
-        if count < vocab:
-            weights_LM = arithmetic.weights(ranking.logits_LM, _column(chosen, lambda s: s.temperature, device))
-            edge = _edges(chosen, totals_L1[pending])
-            cut = (weights_LM.cumsum(dim=-1)[:, -1:] >= edge) | (
-                weights_LM[:, count - 1 : count] < _column(chosen, lambda s: s.min_p, device)
-            )
-            settled = (cut | (ranking.logits_LM[:, count - 1 : count] == -torch.inf)).flatten().tolist()
-        done = [j for j, is_settled in enumerate(settled) if is_settled]
+        ranking = rank(_taken(logits_LV, [rows[i] for i in pending]), count)
+        settled = _settled(ranking, chosen, totals_L1[pending], count)
+        done = [place for place, is_settled in enumerate(settled) if is_settled]
         if done:
             part = Ranking(ranking.logits_LM[done], ranking.ids_LM[done])
-            indices = [pending[j] for j in done]
-            yield _kept([rows[i] for i in indices], part, [chosen[j] for j in done], totals_L1[indices])
+            indices = [pending[place] for place in done]
+            yield _kept([rows[i] for i in indices], part, [chosen[place] for place in done], totals_L1[indices])
         pending = [i for i, is_settled in zip(pending, settled, strict=True) if not is_settled]
         count *= _GROWTH
-    if uncut:
-        kept = [rows[i] for i in uncut]
-        yield _kept(kept, rank(_taken(logits_LV, kept), vocab), [settings[row] for row in kept], None)
+
+
+def _settled(ranking: Ranking, settings: Sequence[Settings], totals_L1: torch.Tensor, count: int) -> list[bool]:
+    """Return whether a ranking of `count` tokens holds all that each row keeps."""
+    if ranking.logits_LM.shape[1] < count:  # There are no more.
+        return [True] * len(settings)
+    logits_LM = ranking.logits_LM[:, :count]
+    weights_LM = arithmetic.weights(logits_LM, _column(settings, lambda s: s.temperature, logits_LM.device))
+    settled_L1 = logits_LM[:, -1:] == -torch.inf
+    settled_L1 |= weights_LM.cumsum(dim=-1)[:, -1:] >= _edges(settings, totals_L1)
+    settled_L1 |= weights_LM[:, -1:] < _column(settings, lambda s: s.min_p, logits_LM.device)
+    found: list[bool] = settled_L1.flatten().tolist()
+    return found
 
 
 def _totals(logits_LV: torch.Tensor, settings: Sequence[Settings], rows: Sequence[int]) -> torch.Tensor:
