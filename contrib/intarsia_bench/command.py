@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from intarsia.protocols import Progress
+    from intarsia.text import Tokenizer
     from intarsia_bench.capacity import Capacity
     from intarsia_bench.composition import Composition
     from intarsia_bench.limits import Meter
@@ -58,7 +59,7 @@ class _Asked:
     plot: Path | None
 
 
-@click.command()
+@click.group(invoke_without_command=True, subcommand_metavar="[micro [OPTIONS]]")
 @config_options
 @click.option(
     "--workload",
@@ -109,6 +110,8 @@ def bench(
     Workloads are fixed: greedy, prompts of random ids. The figure is the median of the repeats; repeats of all engines
     alternate. docs/benchmarks.md says what is measured and how the limits are found.
     """
+    if _has_subcommand():
+        return
     check_model(config)
     if (capacity and wants_profile) or ((capacity or wants_profile) and (names or peers or plot_file)):
         raise click.UsageError("--capacity and --profile stand alone: without each other, --workload, --peer or --plot")
@@ -130,6 +133,57 @@ def bench(
         _show_profile(asked, wants_json=wants_json)
     else:
         _show_rates(asked, wants_json=wants_json)
+
+
+def _has_subcommand() -> bool:
+    """Whether another command follows; then nothing of this one is asked for, and nothing may be said in vain."""
+    context = click.get_current_context()
+    if context.invoked_subcommand is None:
+        return False
+    for parameter in context.command.params:
+        if context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE:
+            option = parameter.opts[0]
+            raise click.UsageError(
+                f"{option} before `{context.invoked_subcommand}` has no effect; leave it out, or give it after it"
+            )
+    return True
+
+
+# --- micro ------------------------------------------------------------------------------------------------------------
+
+
+@bench.command()
+@config_options
+@click.option("--repeat", "repeats", type=click.IntRange(1), default=50, metavar="N", help="Repeats. [default: 50]")
+@click.option("--json", "wants_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def micro(signals: Signals, *, config: EngineConfig, repeats: int, wants_json: bool) -> None:
+    """Measure the sampler and the detokenizer alone, on one core, beside the machine's limit.
+
+    Sampling chooses from random logits and needs no model. Text is of the model's tokenizer; without -m it is left out.
+    """
+    with signals.held():
+        from intarsia_bench.micro import measure, micro_table, notes
+    tokenizer = None
+    if config.model.use:
+        with _quietly():
+            tokenizer = _tokenizer_of(config)
+    measured = [one.plain() for one in measure(tokenizer, repeats)]
+    if wants_json:
+        write(json.dumps(measured, indent=2) + "\n")
+        return
+    _show_all(micro_table(measured))
+    for line in notes(repeats):
+        write(line + "\n")
+
+
+def _tokenizer_of(config: EngineConfig) -> Tokenizer | None:
+    """Compose an engine, which loads no weights, for its tokenizer."""
+    from intarsia.compose import compose
+    from intarsia.plugins import Registry
+
+    tokenizer: Tokenizer | None = compose(config, Registry.discover(config.engine.plugins)).tokenizer
+    return tokenizer
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------
