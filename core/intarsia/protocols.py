@@ -575,8 +575,9 @@ class LogitsProcessor(Protocol):
     def applies(self, params: SamplingParams) -> bool:
         """Whether a request with these parameters needs it.
 
-        All do by default. Asked when the request comes, and cheap. What it asks of this processor is in `params.logits_processors`, under
-        the processor's key. Raise InvalidRequestError where that is malformed: the request is refused, before any step.
+        All do by default. Asked when the request comes, and cheap. What it asks of this processor is in
+        `params.logits_processors`, under the processor's key. Raise InvalidRequestError where that is malformed: the
+        request is refused, before any step.
         """
         del params
         return True
@@ -585,7 +586,8 @@ class LogitsProcessor(Protocol):
         """Begin long work for a request that it applies to, outside the engine's thread; None where there is none.
 
         The request waits until the future is done, and the others go on. If the future raises InvalidRequestError, the
-        request fails with its message.
+        request fails with its message. Requests can share a future: that of a request which is given up is not
+        cancelled.
         """
         del params
         return None
