@@ -31,7 +31,7 @@ from transformers import (
 
 from models import TOKENIZER_SIZE, tiny_tokenizer
 
-#: Of nearly every config; what differs is said in the case.
+#: Of nearly every config; what differs is said in the case. The epsilon is large enough to show.
 SMALL = {
     "vocab_size": TOKENIZER_SIZE,
     "hidden_size": 64,
@@ -40,6 +40,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3,
     "bos_token_id": None,
     "eos_token_id": TOKENIZER_SIZE - 1,
     "pad_token_id": None,
@@ -81,7 +82,14 @@ TINY_VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 128, "vocab_size": TOKENIZER_SIZE}
+GPT2 = {
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 4,
+    "n_positions": 128,
+    "vocab_size": TOKENIZER_SIZE,
+    "layer_norm_epsilon": 1e-3,
+}
 EXPERTS = SMALL | {"num_local_experts": 6, "num_experts_per_tok": 2}
 QWEN3_MOE = SMALL | {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ORIGINAL = "original_max_position_embeddings"
@@ -117,7 +125,7 @@ CASES = (
     Case("gemma3", Gemma3Config(text_config=GEMMA, vision_config=TINY_VISION, mm_tokens_per_image=4)),
     Case("gpt2", GPT2Config(**GPT2)),
     Case("gpt2 scaled by layer", GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True, n_inner=80)),
-    Case("phi", PhiConfig(**SMALL)),
+    Case("phi", PhiConfig(**SMALL, layer_norm_eps=1e-3)),
     Case("phi tied", PhiConfig(**SMALL, partial_rotary_factor=0.4, tie_word_embeddings=True)),
     Case("mixtral", MixtralConfig(**EXPERTS)),
     Case("mixtral with windows", MixtralConfig(**EXPERTS, sliding_window=8, head_dim=24)),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engines import engine_of
-from families import SMALL
+from families import CASES, SMALL
 from intarsia.errors import CheckpointError
 from intarsia.protocols import ModelContext
 from intarsia.testing import prompt_logits
@@ -214,3 +214,26 @@ def test_a_head_that_is_missing_though_untied_is_refused(model_type):
     assert not spec_of(model_type, tie_word_embeddings=True).tied  # the file has one
     with pytest.raises(CheckpointError, match=r"no lm_head\.weight.*tie_word_embeddings"):
         spec_of(model_type, names=frozenset(), tie_word_embeddings=False)
+
+
+WEIRD = [None, True, False, 0, -1, 1, 2, 3, 7, 1.5, 1e-320, 1e300, 10**400, float("nan"), float("inf")]
+WEIRD += ["", "silu", "7", [], [1], ["full_attention"] * 4, {}, {"rope_type": "default"}, {"a": {}}]
+FULL_CONFIGS = {type(case.config).model_type: case.config.to_dict() for case in CASES}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_any_value_of_any_field_gives_a_model_or_an_error_that_names_a_field(model_type):
+    family = FAMILIES[model_type].build(ModelContext(config={}))
+    full = FULL_CONFIGS[model_type]
+    family.spec(full, HEAD)
+    for name in full:
+        for value in WEIRD:
+            try:
+                spec = family.spec(full | {name: value}, HEAD)
+                family.weight_map(spec, HEAD)
+            except CheckpointError as error:
+                assert error.field or "experts" in str(error), f"{name}: {value}"
+                continue
+            numbers = [spec.embedding_scale, spec.logit_scale, spec.norm.eps]
+            numbers += [number for layer in spec.layers for number in (layer.residual_scale, layer.attention.scale)]
+            assert all(1e-30 <= number <= 1e30 for number in numbers), f"{name}: {value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -16,6 +15,8 @@ MAX_HEADS: Final = 65_536
 MAX_EXPERTS: Final = 65_536
 MAX_DIM: Final = 1 << 24
 MAX_LEN: Final = 1 << 31
+#: Numbers past these leave float32's range once they are multiplied.
+_LOW, _HIGH = 1e-30, 1e30
 
 _REQUIRED: Any = object()
 
@@ -61,18 +62,14 @@ class Fields:
             raise self.wrong(name, f"a whole number from {low} to {high}")
         return value
 
-    def number(self, name: str, default: Any = _REQUIRED, *, low: float = 0.0, high: float = 1e300) -> float:
-        """Return a finite number above `low` and below `high`."""
+    def number(self, name: str, default: Any = _REQUIRED) -> float:
+        """Return a number above 0 that float32 can work with."""
         value = self.get(name, default)
-        # Whole numbers past the range of a float are refused as infinite.
+        # NaN fails every comparison, and whole numbers of any size compare with floats.
         known = isinstance(value, int | float) and not isinstance(value, bool)
-        if not known or not low < value < high or not math.isfinite(value):
-            raise self.wrong(name, f"a finite number above {low:g}" + (f", below {high:g}" if high < 1e300 else ""))
+        if not known or not _LOW <= value <= _HIGH:
+            raise self.wrong(name, f"a number from {_LOW:g} to {_HIGH:g}")
         return float(value)
-
-    def scale(self, name: str, default: float = 1.0) -> float:
-        """Return a number that multiplies or divides: one that leaves fp32 in its range."""
-        return self.number(name, default, low=1e-6, high=1e6)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false."""
