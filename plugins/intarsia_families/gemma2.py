@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from intarsia.families import (
     ACTIVATIONS,
-    MAX_LEN,
     Family,
     Fields,
     Names,
@@ -15,6 +14,7 @@ from intarsia.families import (
     head_dim,
     num_layers,
     read_rope,
+    windows,
 )
 from intarsia.types import DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 
@@ -26,7 +26,6 @@ NAMES = Names(
     norm_offset=1.0,
     norm_float32=True,
 )
-_WINDOW, _FULL = "sliding_attention", "full_attention"
 #: transformers' `Gemma2Config`. A soft cap that is null is none; one that is absent is this.
 _DEFAULTS = {
     "num_attention_heads": 8,
@@ -41,12 +40,9 @@ _DEFAULTS = {
 }
 
 
-def layer_kinds(fields: Fields, period: int) -> tuple[str, ...]:
-    """Return each layer's kind: as listed, or with a window but for every `period`-th."""
-    count = num_layers(fields)
-    if fields.has("layer_types"):
-        return fields.texts("layer_types", (_WINDOW, _FULL), count)
-    return tuple(_WINDOW if (index + 1) % period else _FULL for index in range(count))
+def windows_but_every(period: int, fields: Fields) -> tuple[int | None, ...]:
+    """Return the window of each layer: as `layer_types` says, or all but every `period`-th have one."""
+    return windows(fields, [bool((index + 1) % period) for index in range(num_layers(fields))])
 
 
 def _soft_cap(fields: Fields, name: str) -> float | None:
@@ -54,8 +50,10 @@ def _soft_cap(fields: Fields, name: str) -> float | None:
     return fields.number(name) if fields.has(name) else None
 
 
-def gemma_layer(fields: Fields, kind: str, rope: RopeSpec, *, qk_norm: Literal["head"] | None = None) -> LayerSpec:
-    """Return a layer of one kind, as Gemma 2 and 3 have it."""
+def gemma_layer(
+    fields: Fields, rope: RopeSpec, window: int | None, *, qk_norm: Literal["head"] | None = None
+) -> LayerSpec:
+    """Return a layer as Gemma 2 and 3 have it."""
     fields.must_be("use_bidirectional_attention", False)
     bias = fields.flag("attention_bias")
     return LayerSpec(
@@ -63,7 +61,7 @@ def gemma_layer(fields: Fields, kind: str, rope: RopeSpec, *, qk_norm: Literal["
             fields,
             rope,
             scale=fields.number("query_pre_attn_scalar") ** -0.5,
-            window=fields.size("sliding_window", high=MAX_LEN) if kind == _WINDOW else None,
+            window=window,
             soft_cap=_soft_cap(fields, "attn_logit_softcapping"),
             qkv_bias=bias,
             out_bias=bias,
@@ -84,10 +82,9 @@ def scales(fields: Fields) -> dict[str, Any]:
 
 def _read(fields: Fields, tensor_names: frozenset[str]) -> DecoderSpec:
     fields = fields.over(_DEFAULTS)
-    kinds = layer_kinds(fields, 2)
-    rope = read_rope(fields, head_dim(fields))
-    layers = {kind: gemma_layer(fields, kind, rope) for kind in sorted(set(kinds))}
-    return decoder("gemma2", fields, tensor_names, [layers[kind] for kind in kinds], **scales(fields))
+    rope, found = read_rope(fields, head_dim(fields)), windows_but_every(2, fields)
+    layers = {window: gemma_layer(fields, rope, window) for window in dict.fromkeys(found)}
+    return decoder("gemma2", fields, tensor_names, [layers[window] for window in found], **scales(fields))
 
 
 FAMILY = Family(_read, NAMES)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from intarsia.families import Family, Fields, decoder, head_dim, read_rope
+from intarsia.families import Family, Fields, decoder, head_dim, max_len, read_rope
 from intarsia.types import DecoderSpec
-from intarsia_families.gemma2 import NAMES, gemma_layer, layer_kinds, scales
+from intarsia_families.gemma2 import NAMES, gemma_layer, scales, windows_but_every
 
 #: transformers' `Gemma3TextConfig`; published configs leave much of it out.
 _DEFAULTS = {
@@ -25,7 +25,6 @@ _DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_THETAS = {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
 
 
 def read_text(family: str, fields: Fields, tensor_names: frozenset[str], **differs: Any) -> DecoderSpec:
@@ -33,12 +32,14 @@ def read_text(family: str, fields: Fields, tensor_names: frozenset[str], **diffe
     fields = fields.over(_DEFAULTS)
     # transformers reads it and leaves it without effect.
     fields.must_be("attn_logit_softcapping", None)
-    kinds = layer_kinds(fields, fields.size("sliding_window_pattern", 6))
+    found = windows_but_every(fields.size("sliding_window_pattern", 6), fields)
     layers = {}
-    for kind in sorted(set(kinds)):
-        rope = read_rope(fields, head_dim(fields), kind, default_theta=_THETAS[kind])
-        layers[kind] = gemma_layer(fields, kind, rope, qk_norm="head")
-    return decoder(family, fields, tensor_names, [layers[kind] for kind in kinds], **scales(fields), **differs)
+    for window in dict.fromkeys(found):
+        kind, theta = ("sliding_attention", 10_000.0) if window else ("full_attention", 1_000_000.0)
+        rope = read_rope(fields, head_dim(fields), kind, default_theta=theta)
+        layers[window] = gemma_layer(fields, rope, window, qk_norm="head")
+    facts = scales(fields) | {"max_len": max_len(fields, None)} | differs
+    return decoder(family, fields, tensor_names, [layers[window] for window in found], **facts)
 
 
 def _read(fields: Fields, tensor_names: frozenset[str]) -> DecoderSpec:
