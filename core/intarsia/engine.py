@@ -284,8 +284,8 @@ class Engine:
             self._inboxes[group[0].request.request_id] = []
         self._counts["prompt_tokens"] += group[0].num_prompt
 
-    def _enter_prepared(self) -> None:
-        """Let in what waited for its logits processors, and end what they refuse."""
+    def _enter_prepared(self) -> bool:
+        """Let in what waited for its logits processors, and end what they refuse; return whether there was any."""
 
         def enter(arrival: Arrival) -> None:
             try:
@@ -296,9 +296,11 @@ class Engine:
                 # An empty queue has no room for it, so none ever will have.
                 raise InvalidRequestError(str(error)) from error
 
-        for arrival, error in self._preparing.take(enter):
+        failed = self._preparing.take(enter)
+        for arrival, error in failed:
             for sequence in arrival.sequences:
                 self._deliver(sequence.finish("error", time.perf_counter(), error=str(error)))
+        return bool(failed)
 
     def _check_fits(self, max_total: int) -> None:
         """Refuse at once what would wait for ever."""
@@ -318,13 +320,13 @@ class Engine:
     def _step(self, *awaited: Preparation) -> None:
         """Plan, submit, collect, accept. Where nothing can run, wait a little for what requests need first."""
         self._check_open()
-        self._enter_prepared()
+        refused = self._enter_prepared()
         begun = time.perf_counter()
         with self._answerable("scheduler", "plan"):
             plan = self.parts.scheduler.plan()
             self._begin(plan, begun)
         if not (plan.rows or plan.left or plan.moves):
-            if not (self._sequences or self._unclaimed):
+            if not (self._sequences or refused):
                 self._preparing.wait(awaited)
             return
         with self._answerable("executor", "a step"):

@@ -1,6 +1,8 @@
 """The engine's side of sampling: scored prompts, min_tokens and stop texts, ids that the vocabulary lacks, limits."""
 
 import random
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 import torch
@@ -30,6 +32,20 @@ def engine(tiny):
 @pytest.fixture(scope="module")
 def smol(tmp_path_factory):
     return smollm2_shaped(tmp_path_factory.mktemp("smol"))
+
+
+@pytest.fixture(scope="module")
+def saying(smol):
+    """Give engines that say a script; equal ones are made once, as the large tokenizer takes a second to load."""
+    with ExitStack() as made:
+
+        @cache
+        def give(script, guesses=None, prompt_tokens=1):
+            small = {"cache": {"memory": "1MiB"}, "engine": {"max_model_len": 64}}
+            one = scripted_engine(smol, script, guesses=guesses, prompt_tokens=prompt_tokens, **small)
+            return made.enter_context(one)
+
+        yield give
 
 
 def prompt_of(length, seed=0):
@@ -100,6 +116,29 @@ def test_long_prompts_are_scored_in_pieces_and_never_as_one_matrix(tiny):
         (found,) = engine.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1))
     assert sorted(sizes, reverse=True) == [256, 43, 1]
     check_scores(tiny[1], prompt, found.prompt_logprobs, 1)
+
+
+@pytest.mark.parametrize("max_tokens", [64, 4])
+def test_a_prompt_whose_logits_are_not_finite_fails_alone(tiny, max_tokens):
+    with engine_of(tiny[0], scheduler={"use": "inflight", "max_tokens": max_tokens}) as engine:
+        executor = engine.parts.executor
+        runner = executor._runner
+
+        class Poisoned:
+            def __getattr__(self, name):
+                return getattr(runner, name)
+
+            def logits(self, hidden_TE, rows_L):
+                logits = runner.logits(hidden_TE, rows_L)
+                return logits * float("nan") if len(rows_L) == 3 else logits
+
+        executor._runner = Poisoned()
+        scored = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, prompt_logprobs=1)
+        plain = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        bad, good = engine.generate([prompt_of(4), prompt_of(5)], [scored, plain])
+        assert is_idle(engine)
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert "prompt" in bad.error and "not finite" in bad.error
 
 
 def test_a_preempted_prompt_is_told_once_and_as_if_alone(tiny):
@@ -243,19 +282,18 @@ def test_logprobs_are_of_the_raw_distribution_and_list_the_chosen_token(engine, 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 4])
 @pytest.mark.parametrize("ends", [[2], [2, 0, 198]])
-@pytest.mark.parametrize("guesses", [None, [57, 58, 59, 60, 2], [2] * 8])
-def test_nothing_ends_an_answer_before_min_tokens(smol, min_tokens, ends, guesses):
+@pytest.mark.parametrize("guesses", [None, (57, 58, 59, 60, 2), (2,) * 8])
+def test_nothing_ends_an_answer_before_min_tokens(saying, min_tokens, ends, guesses):
     bias = {ends[min_tokens % len(ends)]: 200.0}
     params = SamplingParams(
         temperature=0, max_tokens=32, min_tokens=min_tokens, logit_bias=bias, stop_token_ids=ends, logprobs=0
     )
-    with scripted_engine(smol, [57, 58, 59, 60], guesses=guesses) as engine:
-        (found,) = engine.generate([[5]], params)
+    (found,) = saying((57, 58, 59, 60), guesses).generate([[5]], params)
     assert len(found.token_ids) == min_tokens + 1 == len(found.logprobs) and found.finish_reason == "stop"
     assert found.token_ids[-1] in ends and not set(found.token_ids[:-1]) & set(ends)
 
 
-@pytest.mark.parametrize("guesses", [None, [ABC, DEF, GH, LETTER_I, LETTER_J]], ids=["plain", "drafts"])
+@pytest.mark.parametrize("guesses", [None, (ABC, DEF, GH, LETTER_I, LETTER_J)], ids=["plain", "drafts"])
 @pytest.mark.parametrize(
     ("stop", "min_tokens", "text", "reason", "num_ids"),
     [
@@ -269,11 +307,11 @@ def test_nothing_ends_an_answer_before_min_tokens(smol, min_tokens, ends, guesse
         (["J"], 4, "ABCDEFGHI", "stop", 5),
     ],
 )
-def test_stop_texts_completed_within_min_tokens_are_let_pass(smol, guesses, stop, min_tokens, text, reason, num_ids):
+def test_stop_texts_completed_within_min_tokens_are_let_pass(saying, guesses, stop, min_tokens, text, reason, num_ids):
     params = SamplingParams(temperature=0, max_tokens=5, min_tokens=min_tokens, stop=stop, ignore_eos=True, logprobs=0)
-    with scripted_engine(smol, [ABC, DEF, GH, LETTER_I, LETTER_J], guesses=guesses) as engine:
-        (whole,) = engine.generate([[5]], params)
-        deltas = list(engine.stream([5], params))
+    engine = saying((ABC, DEF, GH, LETTER_I, LETTER_J), guesses)
+    (whole,) = engine.generate([[5]], params)
+    deltas = list(engine.stream([5], params))
     assert (whole.text, whole.finish_reason, len(whole.token_ids)) == (text, reason, num_ids)
     assert len(whole.logprobs) == num_ids == whole.usage.completion_tokens
     assert "".join(d.text for d in deltas) == text
@@ -285,19 +323,20 @@ def test_stop_texts_completed_within_min_tokens_are_let_pass(smol, guesses, stop
 @pytest.mark.parametrize(
     ("script", "params", "ids", "reason"),
     [
-        ([10, 11, 57, 20, 21, 22], {"stop_token_ids": [57], "max_tokens": 5}, (10, 11, 57), "stop"),
-        ([10, 11, END, 20, 21, 22], {"max_tokens": 5}, (10, 11, END), "stop"),
-        ([10, 11, 57, 20, 21, 22], {"stop": ["I"], "max_tokens": 5}, (10, 11, 57), "stop"),
-        ([10, 11, 20, 21, 22, 57], {"stop_token_ids": [57], "max_tokens": 5}, (10, 11, 20, 21, 22), "length"),
-        ([10, 57, 11, 57, 22, 23], {"stop": ["I"], "min_tokens": 2, "max_tokens": 6}, (10, 57, 11, 57), "stop"),
-        ([10, 11, 12, 57], {"stop_token_ids": [57], "min_tokens": 3, "max_tokens": 6}, (10, 11, 12, 57), "stop"),
+        ((10, 11, 57, 20, 21, 22), {"stop_token_ids": [57], "max_tokens": 5}, (10, 11, 57), "stop"),
+        ((10, 11, END, 20, 21, 22), {"max_tokens": 5}, (10, 11, END), "stop"),
+        ((10, 11, 57, 20, 21, 22), {"stop": ["I"], "max_tokens": 5}, (10, 11, 57), "stop"),
+        ((10, 11, 20, 21, 22, 57), {"stop_token_ids": [57], "max_tokens": 5}, (10, 11, 20, 21, 22), "length"),
+        ((10, 57, 11, 57, 22, 23), {"stop": ["I"], "min_tokens": 2, "max_tokens": 6}, (10, 57, 11, 57), "stop"),
+        ((10, 11, 12, 57), {"stop_token_ids": [57], "min_tokens": 3, "max_tokens": 6}, (10, 11, 12, 57), "stop"),
     ],
 )
-def test_a_stop_inside_a_run_of_drafts_ends_the_answer_there(smol, script, params, ids, reason):
-    with scripted_engine(smol, script, guesses=script) as engine:
-        (found,) = engine.generate([[5]], SamplingParams(temperature=0, logprobs=1, **params))
-        assert engine.stats()["steps"] < len(ids)
-        assert is_idle(engine)
+def test_a_stop_inside_a_run_of_drafts_ends_the_answer_there(saying, script, params, ids, reason):
+    engine = saying(script, script)
+    before = engine.stats()["steps"]
+    (found,) = engine.generate([[5]], SamplingParams(temperature=0, logprobs=1, **params))
+    assert engine.stats()["steps"] - before < len(ids)
+    assert is_idle(engine)
     assert (found.token_ids, found.finish_reason, found.usage.completion_tokens) == (ids, reason, len(ids))
     assert len(found.logprobs) == len(ids)
 
@@ -307,22 +346,21 @@ def test_a_stop_inside_a_run_of_drafts_ends_the_answer_there(smol, script, param
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
 
 
-@pytest.mark.parametrize("text", ["Hello \U0001f600!", "\u6f22\u5b57", FAMILY, f"a{FAMILY}b"])
+@pytest.mark.parametrize("text", ["\u6f22\u5b57", f"a{FAMILY}b"])
 @pytest.mark.parametrize("guesses", [False, True])
-def test_deltas_join_to_the_text_and_hold_no_half_character(smol, text, guesses):
-    with scripted_engine(smol, []) as engine:
-        ids = engine.parts.tokenizer.encode(text)
-    with scripted_engine(smol, ids, guesses=ids if guesses else None) as engine:
-        params = SamplingParams(temperature=0, max_tokens=len(ids), ignore_eos=True)
-        deltas = [output.text for output in engine.stream([5], params)]
+def test_deltas_join_to_the_text_and_hold_no_half_character(saying, text, guesses):
+    ids = tuple(saying(()).parts.tokenizer.encode(text))
+    engine = saying(ids, ids if guesses else None)
+    params = SamplingParams(temperature=0, max_tokens=len(ids), ignore_eos=True)
+    deltas = [output.text for output in engine.stream([5], params)]
     assert "".join(deltas) == text
     assert not any("\ufffd" in delta for delta in deltas)
 
 
-def test_a_stop_text_of_the_prompt_alone_stops_nothing(smol):
-    with scripted_engine(smol, [19556, 30, END], prompt_tokens=5) as engine:
-        assert len(engine.parts.tokenizer.encode("The capital of France is")) == 5
-        (found,) = engine.generate(["The capital of France is"], SamplingParams(temperature=0, stop=["France"]))
+def test_a_stop_text_of_the_prompt_alone_stops_nothing(saying):
+    engine = saying((19556, 30, END), prompt_tokens=5)
+    assert len(engine.parts.tokenizer.encode("The capital of France is")) == 5
+    (found,) = engine.generate(["The capital of France is"], SamplingParams(temperature=0, stop=["France"]))
     assert (found.text, found.finish_reason) == ("Hello.", "stop")
     with pytest.raises(InvalidRequestError, match=r"sampling.stop: ''"):
         SamplingParams(stop=[""])

@@ -1,7 +1,7 @@
 """Logits processors that are asked when a request comes, and requests that wait for their work."""
 
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 from attrs import Factory, define, frozen
@@ -122,6 +122,17 @@ def test_a_step_with_nothing_to_run_waits_a_little_and_does_not_spin(engine, slo
     assert engine.step() == [] and engine.step() == []
     assert 0.05 < time.perf_counter() - begun < 2
     assert engine.stats()["steps"] == 0
+
+
+def test_generate_does_not_spin_while_it_waits_beside_outputs_of_others(engine, slow, monkeypatch):
+    ask(engine, "other", SamplingParams(max_tokens=1, ignore_eos=True))
+    plans, plan = [], type(engine.parts.scheduler).plan
+    monkeypatch.setattr(type(engine.parts.scheduler), "plan", lambda self: plans.append(plan(self)) or plans[-1])
+    with ThreadPoolExecutor(1) as pool:
+        slow.reply = lambda: pool.submit(time.sleep, 0.3)
+        assert engine.generate([[1]], ASKING)[0].token_ids == (7, 7, 7, 7)
+    assert len(plans) < 20
+    assert run(engine)["other"][-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
