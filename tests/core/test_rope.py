@@ -52,6 +52,7 @@ KINDS = {
     "yarn, betas that meet": ("yarn", 10_000.0, 64, YARN | {"beta_fast": 4, "beta_slow": 4, "truncate": False}),
     "yarn, its attention factor": ("yarn", 10_000.0, 64, YARN | {"attention_factor": 0.9}),
     "yarn, too short to turn": ("yarn", 10_000.0, 64, {"factor": 2.0, "original_max_position_embeddings": 4}),
+    "yarn, a ramp of no width": ("yarn", 10_000.0, 64, {"factor": 2.0, "original_max_position_embeddings": 6}),
     "longrope": ("longrope", 10_000.0, 96, longrope(96)),
     "longrope, its factor": ("longrope", 10_000.0, 96, longrope(96, factor=2.0)),
     "longrope, its attention factor": ("longrope", 10_000.0, 96, longrope(96, attention_factor=1.25)),
