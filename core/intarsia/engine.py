@@ -14,7 +14,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +36,7 @@ from intarsia.preparing import Arrival, Preparation, Preparing, Processors
 from intarsia.prompts import Prompts
 from intarsia.protocols import Parts, Progress
 from intarsia.sequence import Sequence
+from intarsia.streams import Stream
 from intarsia.text import TextStream
 from intarsia.types import (
     BatchPlan,
@@ -449,42 +450,6 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-
-@define(eq=False)
-class Stream:
-    """The outputs of one request, as they come: an iterator, to be closed or used as a context manager."""
-
-    _next: Callable[[], Output]
-    _cancel: Callable[[], None]
-    _num_open: int
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Output:
-        if not self._num_open:
-            self.close()
-            raise StopIteration
-        output = self._next()
-        self._num_open -= output.finish_reason is not None
-        return output
-
-    def close(self) -> None:
-        """Cancel what is not finished. Safe to call twice."""
-        self._num_open = 0
-        self._cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
         self.close()
 
 
