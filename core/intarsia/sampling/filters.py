@@ -20,9 +20,11 @@ from intarsia.sampling.settings import Settings
 
 #: How many tokens are ranked first where it is not known how many are kept, and how many times more each time after.
 _FIRST: Final = 64
-_GROWTH: Final = 8
+_GROWTH: Final = 16
+#: A ranking of more than one in so many ids is put in id order by writing it to the vocabulary, not by sorting.
+_SPARSE: Final = 8
 #: Rows whose weights are computed over the whole vocabulary at once: their float64 fits a core's cache.
-_ROWS_AT_ONCE: Final = 8
+_ROWS_AT_ONCE: Final = 2
 
 
 @frozen(eq=False)
@@ -86,30 +88,31 @@ def _limited(logits_LV: torch.Tensor, settings: Sequence[Settings], rows: Sequen
     last = torch.tensor([[s.top_k - 1] for s in chosen], device=logits_LV.device)
     lowest_L1 = ranking.logits_LM.gather(1, last.clamp_max(ranking.logits_LM.shape[1] - 1))
     logits_LM = ranking.logits_LM.masked_fill(ranking.logits_LM < lowest_L1, -torch.inf)
-    yield _kept(rows, Ranking(logits_LM, ranking.ids_LM), chosen, None)
+    yield _kept(rows, Ranking(logits_LM, ranking.ids_LM), chosen, None, logits_LV.shape[1])
 
 
 def _growing(logits_LV: torch.Tensor, settings: Sequence[Settings], rows: Sequence[int]) -> Iterator[Candidates]:
     """Rows without top_k: rank more and more tokens, until what top_p and min_p keep is among them."""
+    vocab = logits_LV.shape[1]
     totals_L1 = _totals(logits_LV, settings, rows)
     pending, count = list(range(len(rows))), _FIRST
     while pending:
         chosen = [settings[rows[i]] for i in pending]
         ranking = rank(_taken(logits_LV, [rows[i] for i in pending]), count)
-        settled = _settled(ranking, chosen, totals_L1[pending], count)
+        width = ranking.logits_LM.shape[1]
+        every = width < count or width == vocab  # then there are no more to rank
+        settled = [True] * len(pending) if every else _settled(ranking, chosen, totals_L1[pending], count)
         done = [place for place, is_settled in enumerate(settled) if is_settled]
         if done:
             part = Ranking(ranking.logits_LM[done], ranking.ids_LM[done])
             indices = [pending[place] for place in done]
-            yield _kept([rows[i] for i in indices], part, [chosen[place] for place in done], totals_L1[indices])
+            yield _kept([rows[i] for i in indices], part, [chosen[place] for place in done], totals_L1[indices], vocab)
         pending = [i for i, is_settled in zip(pending, settled, strict=True) if not is_settled]
         count *= _GROWTH
 
 
 def _settled(ranking: Ranking, settings: Sequence[Settings], totals_L1: torch.Tensor, count: int) -> list[bool]:
     """Return whether a ranking of `count` tokens holds all that each row keeps."""
-    if ranking.logits_LM.shape[1] < count:  # There are no more.
-        return [True] * len(settings)
     logits_LM = ranking.logits_LM[:, :count]
     weights_LM = arithmetic.weights(logits_LM, _column(settings, lambda s: s.temperature, logits_LM.device))
     settled_L1 = logits_LM[:, -1:] == -torch.inf
@@ -135,7 +138,11 @@ def _edges(settings: Sequence[Settings], totals_L1: torch.Tensor) -> torch.Tenso
 
 
 def _kept(
-    rows: Sequence[int], ranking: Ranking, settings: Sequence[Settings], totals_L1: torch.Tensor | None
+    rows: Sequence[int],
+    ranking: Ranking,
+    settings: Sequence[Settings],
+    totals_L1: torch.Tensor | None,
+    vocab: int,
 ) -> Candidates:
     """Apply top_p, min_p and typical_p along a ranking, and return what they keep in id order.
 
@@ -144,6 +151,7 @@ def _kept(
         ranking: enough of each row that the rest is not kept.
         settings: one a row.
         totals_L1: what top_p is a share of; None is the ranking's own sum.
+        vocab: how many ids there are.
     """
     device = ranking.ids_LM.device
     weights_LM = arithmetic.weights(ranking.logits_LM, _column(settings, lambda s: s.temperature, device))
@@ -157,6 +165,9 @@ def _kept(
     if typical:
         mass_L1 = _column([settings[i] for i in typical], lambda s: s.typical_p, device)
         weights_LM[typical] = _typical(weights_LM[typical], mass_L1)
+    if weights_LM.shape[1] > vocab // _SPARSE:
+        every_LV = weights_LM.new_zeros(len(rows), vocab + 1).scatter_(1, ranking.ids_LM, weights_LM)
+        return Candidates(tuple(rows), every_LV[:, :vocab])
     order = ranking.ids_LM.argsort(dim=-1)
     return Candidates(tuple(rows), weights_LM.gather(1, order), ranking.ids_LM.gather(1, order))
 

@@ -19,17 +19,20 @@ class History:
         token_ids: prompt and answer.
         num_prompt: how many of them are the prompt.
         counted: whether ids are counted.
+        num_ids: ids from here on have no logits, and are not counted.
     """
 
     token_ids: list[int]
     num_prompt: int
     counted: bool
+    num_ids: int
     _columns: dict[int, int] = field(factory=dict, init=False)
     _ids_D: np.ndarray = field(init=False)
     _counts_D: np.ndarray = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        distinct = np.unique(np.asarray(self.token_ids[: self.num_prompt] if self.counted else [], dtype=np.int64))
+        prompt = np.array(self.token_ids[: self.num_prompt] if self.counted else [], dtype=np.int64)
+        distinct = np.unique(prompt[prompt < self.num_ids])
         self._columns = {token: column for column, token in enumerate(distinct.tolist())}
         room = np.zeros(64, dtype=np.int64)
         self._ids_D, self._counts_D = np.concatenate((distinct, room)), np.zeros(len(distinct) + 64, dtype=np.int64)

@@ -47,7 +47,9 @@ def rank(logits_LV: torch.Tensor, count: int) -> Ranking:
     group = min(vocab // (_GROUPS_A_TOKEN * count), _MOST_A_GROUP)
     if group < 2:
         every_V = torch.arange(vocab, device=device)
-        rows = [_sorted(_keys(logits_1V, every_V)) for logits_1V in logits_LV.split(1)]  # each fits a core's cache
+        rows = [
+            _sorted(_keys(logits_1V, every_V)) for logits_1V in torch.split(logits_LV, 1)
+        ]  # each fits a core's cache
         return _ranking(torch.cat(rows) if rows else torch.empty(0, vocab, dtype=torch.int64, device=device), vocab)
     maxima_LG = _maxima(logits_LV, group)
     # Where fewer groups than that hold a finite logit, the finite ones are all there is to rank.

@@ -8,7 +8,8 @@ Shape legend: L rows of logits, V vocab, M tokens ranked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from attrs import frozen
 
 from intarsia.sampling.ranking import rank
-from intarsia.types import TokenLogprobs
+from intarsia.sampling.state import Task
+from intarsia.types import SequenceId, TokenLogprobs
 
 #: The lowest log-probability that is reported.
 FLOOR: Final = -9999.0
@@ -24,47 +26,46 @@ FLOOR: Final = -9999.0
 
 @frozen(eq=False)
 class Report:
-    """The raw distribution at a row's positions, taken before anything changes its logits.
+    """The raw distribution at some positions, taken before anything changes their logits.
 
     Attributes:
-        logits_LV: the raw logits.
-        norms: per position the logarithm of the sum of exponentials.
+        norms: per position the logarithm of the sum of exponentials; not finite where its logits are not.
         top: per position the likeliest ids and their log-probabilities.
     """
 
-    logits_LV: torch.Tensor
+    _logits_LV: torch.Tensor
     norms: list[float]
     top: list[tuple[tuple[int, float], ...]]
 
     @classmethod
-    def of(cls, logits_LV: torch.Tensor, num_top: int | None) -> Report:
-        """Take some rows of logits; of `num_top` more than there are, all are reported."""
+    def of(cls, logits_LV: torch.Tensor, nums_top: Sequence[int], *, copy: bool) -> Report:
+        """Take rows of logits.
+
+        Args:
+            logits_LV: fp32.
+            nums_top: how many of the likeliest to report, one number a row; more than the vocabulary is all of it.
+            copy: whether the logits will change before `read`.
+        """
         norms = _norms(logits_LV)
         top: list[tuple[tuple[int, float], ...]] = [()] * len(norms)
-        wanted = min(num_top or 0, logits_LV.shape[1])
-        if wanted and np.isfinite(norms).all():
-            ranking = rank(logits_LV, wanted)
-            rows = zip(ranking.ids_LM[:, :wanted].tolist(), ranking.logits_LM[:, :wanted].tolist(), norms, strict=True)
-            top = [
-                tuple(
-                    (token, _floored(logit - norm))
-                    for token, logit in zip(ids, logits, strict=True)
-                    if logit > -torch.inf
-                )
-                for ids, logits, norm in rows
-            ]
-        return cls(logits_LV.clone(), norms, top)
+        listed = [row for row, norm in enumerate(norms) if nums_top[row] and math.isfinite(norm)]
+        if listed:
+            ranking = rank(logits_LV[listed], max(nums_top[row] for row in listed))
+            for row, ids, logits in zip(listed, ranking.ids_LM.cpu(), ranking.logits_LM.cpu(), strict=True):
+                pairs = zip(ids[: nums_top[row]].tolist(), logits[: nums_top[row]].tolist(), strict=True)
+                top[row] = tuple((token, _floored(logit - norms[row])) for token, logit in pairs if logit > -torch.inf)
+        return cls(logits_LV.clone() if copy else logits_LV, norms, top)
 
-    def read(self, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
-        """Return the entries of what was chosen at the first positions; None where their logits were not finite."""
-        if not np.isfinite(self.norms[: len(token_ids)]).all():
+    def read(self, first: int, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...] | None:
+        """Return the entries of what was chosen from position `first` on; None where the logits were not finite."""
+        positions = range(first, first + len(token_ids))
+        if not all(math.isfinite(self.norms[position]) for position in positions):
             return None
-        rows = torch.arange(len(token_ids), device=self.logits_LV.device)
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.logits_LV.device)
-        chosen = self.logits_LV[rows, ids].tolist()
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._logits_LV.device).unsqueeze(1)
+        logits = self._logits_LV[first : first + len(token_ids)].gather(1, ids).flatten().tolist()
         return tuple(
-            TokenLogprobs(token, _floored(logit - norm), top)
-            for token, logit, norm, top in zip(token_ids, chosen, self.norms, self.top, strict=False)
+            TokenLogprobs(token, _floored(logit - self.norms[position]), self.top[position])
+            for position, token, logit in zip(positions, token_ids, logits, strict=True)
         )
 
 
@@ -74,7 +75,26 @@ def report(logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> t
     Returns:
         One entry a row, or None where a row holds NaN or +inf, or nothing but -inf.
     """
-    return Report.of(logits_LV, num_top).read(token_ids)
+    return Report.of(logits_LV, [num_top] * len(token_ids), copy=False).read(0, token_ids)
+
+
+def report_tasks(tasks: Sequence[Task], logits_LV: torch.Tensor) -> tuple[Report, Mapping[SequenceId, int]]:
+    """Take the logits of the tasks that report log-probabilities.
+
+    Returns:
+        The report of all their positions, and where in it each sequence's begin.
+    """
+    reporting = [task for task in tasks if task.state.params.logprobs is not None]
+    firsts: dict[SequenceId, int] = {}
+    nums_top: list[int] = []
+    rows: list[int] = []
+    for task in reporting:
+        firsts[task.row.sequence_id] = len(rows)
+        rows += task.span
+        nums_top += [task.state.params.logprobs or 0] * len(task.span)
+    if len(rows) == len(logits_LV):
+        return Report.of(logits_LV, nums_top, copy=any(task.state.edits for task in reporting)), firsts
+    return Report.of(logits_LV[rows], nums_top, copy=False), firsts
 
 
 def _floored(logprob: float) -> float:

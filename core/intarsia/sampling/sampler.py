@@ -22,7 +22,7 @@ from intarsia.sampling.bans import ban, lift
 from intarsia.sampling.drawing import draw
 from intarsia.sampling.penalties import add_biases, penalise
 from intarsia.sampling.random import CHOOSE, uniforms
-from intarsia.sampling.reports import Report, report
+from intarsia.sampling.reports import report, report_tasks
 from intarsia.sampling.state import State, Task
 from intarsia.sampling.words import Vocabulary, Words
 from intarsia.types import Entered, Row, RowResult, SequenceId, TokenLogprobs, Want
@@ -119,11 +119,7 @@ class Sampler:
         """
         logits = logits_LV[:, : self.num_ids]
         tasks = self._tasks(rows)
-        reports = {
-            task.row.sequence_id: Report.of(logits[task.span.start : task.span.stop], task.state.params.logprobs)
-            for task in tasks
-            if task.state.params.logprobs is not None
-        }
+        raw, firsts = report_tasks(tasks, logits)
         penalise(tasks, logits)
         add_biases(tasks, logits)
         for task in tasks:
@@ -131,10 +127,11 @@ class Sampler:
         picks, best = _pick(tasks, logits)
         results = {}
         for task in tasks:
-            sequence_id, found = task.row.sequence_id, reports.get(task.row.sequence_id)
+            sequence_id = task.row.sequence_id
             accepted = accept(task.drafts, picks[task.span.start : task.span.stop])
             error = task.state.error or (_failure(best[task.span[len(accepted) - 1]]) if FAILED in accepted else None)
-            logprobs = found.read(accepted) if found and not error else ()
+            reported = sequence_id in firsts and not error
+            logprobs = raw.read(firsts[sequence_id], accepted) if reported else ()
             if logprobs is None:
                 error = _RAW_NOT_FINITE
             if error:

@@ -59,12 +59,18 @@ class State:
             settings=settings,
             seed=entered.seed,
             choice=entered.sequence_id[1],
-            history=History(list(entered.token_ids), entered.num_prompt, settings.penalises),
+            history=History(list(entered.token_ids), entered.num_prompt, settings.penalises, num_ids),
             bias_ids_N=bias_ids_N,
             biases_N=np.array([params.logit_bias[token] for token in bias_ids_N.tolist()], dtype=np.float64),
             banned_N=known_ids(params.banned_token_ids, num_ids),
             stops_N=known_ids(entered.stop_ids if params.min_tokens else (), num_ids),
         )
+
+    @property
+    def edits(self) -> bool:
+        """Whether anything changes its logits before a token is chosen."""
+        static = len(self.bias_ids_N) + len(self.banned_N) + len(self.stops_N) > 0
+        return static or self.settings.penalises or self.words is not None or bool(self.processors)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take what was chosen."""
