@@ -137,6 +137,28 @@ def test_what_shares_itself_over_and_over_is_refused_soon():
         _seen([{**_USER, "x": value}])
 
 
+_WIDE: list[object] = []
+for _ in range(40):
+    _WIDE = [_WIDE, _WIDE]
+
+
+_HARD = {"number": 10**5000, "wide": _WIDE, "wide, keyed": {"a": _WIDE}, "inside": [10**5000], "long": ["x" * 10**6]}
+
+
+@pytest.mark.parametrize("name", _HARD)
+def test_a_value_that_is_hard_to_spell_is_named_shortly(name):
+    value = _HARD[name]
+    for make in (
+        lambda: _seen([value]),
+        lambda: _seen([{"role": value, "content": "a"}]),
+        lambda: _seen([{"role": "user", "content": value}]),
+        lambda: Chat([_USER], tools=[value], continue_final_message=value),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            make()
+        assert len(str(refused.value)) < 200
+
+
 # --- tool calls -------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +281,7 @@ _ANY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     messages=st.lists(_ANY | _JSON, max_size=4) | _JSON,
     fields=st.fixed_dictionaries(

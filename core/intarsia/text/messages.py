@@ -10,6 +10,7 @@ from attrs import define
 
 from intarsia.errors import InvalidRequestError
 from intarsia.text.conventions import Conventions
+from intarsia.types.chat import shown
 
 _MAX_DEPTH = 64
 _MAX_VALUES = 1_000_000
@@ -23,12 +24,17 @@ class PlainCopy:
 
     _left: int = _MAX_VALUES
 
-    def of(self, value: Any, path: str, depth: int = 0) -> Any:
+    def of(self, value: Any, path: str) -> Any:
         """Return the copy; raise InvalidRequestError where it is no JSON, too deep or too much."""
+        return self._of(value, (path,))
+
+    def _of(self, value: Any, where: tuple[Any, ...], depth: int = 0) -> Any:
+        """Copy what lies at `where`: (path,), or (where it lies, its key or index). It is spelled out for errors."""
         self._left -= 1
         if depth > _MAX_DEPTH or self._left < 0:
             most = f"deeper than {_MAX_DEPTH}" if depth > _MAX_DEPTH else f"more than {_MAX_VALUES} values"
-            raise InvalidRequestError(f"{path.split('[')[0]}: it is nested {most}", field=path.split("[")[0])
+            field = _spelled(where).split("[")[0]
+            raise InvalidRequestError(f"{field}: it is nested {most}", field=field)
         if value is None or type(value) in (str, int, float, bool):
             return value
         # Enums and numpy's numbers, without what they add.
@@ -37,22 +43,24 @@ class PlainCopy:
         if isinstance(value, int | float):
             return int(value) if isinstance(value, int) else float(value)
         if isinstance(value, Mapping):
-            return {
-                self._key(key, path, value): self.of(item, f"{path}.{key}", depth + 1) for key, item in value.items()
-            }
+            if not all(isinstance(key, str) for key in value):
+                malformed(_spelled(where), value, "a mapping whose keys are texts")
+            return {str.__str__(key): self._of(item, (where, key), depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.of(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
-        return malformed(path, value, "a text, number, list, mapping, true, false or null")
+            return [self._of(item, (where, index), depth + 1) for index, item in enumerate(value)]
+        return malformed(_spelled(where), value, "a text, number, list, mapping, true, false or null")
 
-    def _key(self, key: Any, path: str, value: Any) -> str:
-        return str.__str__(key) if isinstance(key, str) else malformed(path, value, "a mapping whose keys are texts")
+
+def _spelled(where: tuple[Any, ...]) -> str:
+    if len(where) == 1:
+        return str(where[0])
+    inside, key = where
+    return f"{_spelled(inside)}[{key}]" if isinstance(key, int) else f"{_spelled(inside)}.{key}"
 
 
 def malformed(path: str, value: object, right: str) -> NoReturn:
     """Raise InvalidRequestError: the value at `path` is not what would be right."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 64 else f"{shown[:64]}..."
-    raise InvalidRequestError(f"{path}: {shown} is not {right}", field=path)
+    raise InvalidRequestError(f"{path}: {shown(value)} is not {right}", field=path)
 
 
 def read_message(message: Any, path: str, conventions: Conventions, copy: PlainCopy) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,6 +15,19 @@ Message: TypeAlias = Mapping[str, Any]
 
 #: What a template gets under these names is the chat's own.
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 66, 66
+
+
+def shown(value: object) -> str:
+    """Return a value as an error names it: short, however long, deep or wide it is."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # Python spells no number of many thousand digits, and a third party's `__repr__` may fail
+        return f"this {type(value).__name__}"
+    return text if len(text) <= 64 else f"{text[:64]}..."
 
 
 def _listed(value: Any) -> Any:
@@ -35,12 +49,12 @@ def _mappings(_: object, attribute: Attribute[Any], value: object) -> None:
     for index, one in enumerate(value):
         if not isinstance(one, Mapping):
             path = f"{attribute.name}[{index}]"
-            raise InvalidRequestError(f"{path}: {one!r:.64} is not an object, such as a JSON schema's", field=path)
+            raise InvalidRequestError(f"{path}: {shown(one)} is not an object, such as a JSON schema's", field=path)
 
 
 def _flag(_: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequestError(f"{attribute.name}: {value!r:.64} is not true or false", field=attribute.name)
+        raise InvalidRequestError(f"{attribute.name}: {shown(value)} is not true or false", field=attribute.name)
 
 
 @frozen
@@ -86,7 +100,7 @@ class Chat:
             )
         for name in value:
             if not isinstance(name, str) or not name.isidentifier():
-                raise InvalidRequestError(f"variables: {name!r:.64} is not a name of a variable", field="variables")
+                raise InvalidRequestError(f"variables: {shown(name)} is not a name of a variable", field="variables")
             if name in _RESERVED:
                 raise InvalidRequestError(
                     f"variables: {name!r} is a field of its own; give Chat({name}=...)", field=f"variables.{name}"
