@@ -112,7 +112,11 @@ CASES = (
     Case("qwen3 with windows and biases", Qwen3Config(**SMALL, **WINDOWS, head_dim=24, attention_bias=True)),
     Case("phi3", Phi3Config(**SMALL, sliding_window=8)),
     Case("phi3 beyond longrope's length", Phi3Config(**SMALL, rope_parameters=LONGROPE, **{ORIGINAL: 8})),
-    Case("phi3 below it", Phi3Config(**SMALL, rope_parameters=LONGROPE, **{ORIGINAL: 64}), max_model_len=64),
+    Case(
+        "phi3 below longrope's length",
+        Phi3Config(**SMALL, rope_parameters=LONGROPE, **{ORIGINAL: 64}),
+        max_model_len=64,
+    ),
     Case("olmo2", Olmo2Config(**SMALL)),
     Case("olmo2 with biases", Olmo2Config(**SMALL, attention_bias=True)),
     Case("granite", GraniteConfig(**SMALL, **GRANITE, attention_bias=True, mlp_bias=True)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from intarsia.families import Family, Fields, attention, decoder, head_dim, mlp, num_layers, read_rope, windows
+from intarsia.families import Family, Fields, attention, decoder, head_dim, mlp, num_layers, one_window, read_rope
 from intarsia.types import DecoderSpec, LayerSpec
 
 #: Of transformers' MistralConfig.
@@ -11,17 +11,11 @@ _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "slidi
 
 def _read(fields: Fields, tensor_names: frozenset[str]) -> DecoderSpec:
     fields = fields.over(_DEFAULTS)
-    # Mixed layer_types are another family, ministral: transformers would give every layer here the window.
-    slides = fields.has("sliding_window")
-    if fields.has("layer_types"):
-        known = "sliding_attention" if slides else "full_attention"
-        fields.texts("layer_types", (known,), num_layers(fields))
-    rope = read_rope(fields, head_dim(fields))
-    layers = [
-        LayerSpec(attention=attention(fields, rope, window=window), mlp=mlp(fields))
-        for window in windows(fields, [slides] * num_layers(fields))
-    ]
-    return decoder("mistral", fields, tensor_names, layers)
+    layer = LayerSpec(
+        attention=attention(fields, read_rope(fields, head_dim(fields)), window=one_window(fields)),
+        mlp=mlp(fields),
+    )
+    return decoder("mistral", fields, tensor_names, [layer] * num_layers(fields))
 
 
 FAMILY = Family(_read)

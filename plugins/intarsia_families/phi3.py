@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from intarsia.families import Family, Fields, Names, attention, decoder, head_dim, mlp, num_layers, read_rope, windows
+from intarsia.families import (
+    Family,
+    Fields,
+    Names,
+    attention,
+    decoder,
+    head_dim,
+    mlp,
+    num_layers,
+    one_window,
+    read_rope,
+)
 from intarsia.types import DecoderSpec, LayerSpec
 
 #: Of transformers' Phi3Config.
@@ -15,12 +26,8 @@ def _read(fields: Fields, tensor_names: frozenset[str]) -> DecoderSpec:
     if rope.kind not in ("default", "longrope"):  # transformers knows no others here, and takes yarn for longrope
         table = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
         raise fields.wrong(table, "of rope kind 'longrope'")
-    slides = [fields.has("sliding_window")] * num_layers(fields)
-    layers = [
-        LayerSpec(attention=attention(fields, rope, window=window), mlp=mlp(fields))
-        for window in windows(fields, slides)
-    ]
-    return decoder("phi3", fields, tensor_names, layers)
+    layer = LayerSpec(attention=attention(fields, rope, window=one_window(fields)), mlp=mlp(fields))
+    return decoder("phi3", fields, tensor_names, [layer] * num_layers(fields))
 
 
 FAMILY = Family(_read, Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)))

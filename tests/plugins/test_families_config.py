@@ -111,6 +111,16 @@ def test_mistral_without_a_window_is_llama_to_the_bit(tmp_path):
         assert prompt_logits(engine, prompt).equal(expected)
 
 
+def test_norms_of_olmo2_multiply_in_fp32_and_those_of_llama_kin_in_the_models_dtype():
+    for model_type, expected in (("olmo2", True), ("qwen3", False)):
+        family = FAMILIES[model_type].build(ModelContext(config={}))
+        sources = family.weight_map(spec_of(model_type), HEAD).tensors
+        norms = {name: source.float32 for name, source in sources.items() if "norm" in name}
+        assert len(norms) == 4 * 4 + 1
+        assert set(norms.values()) == {expected}
+        assert not any(source.float32 for name, source in sources.items() if name not in norms)
+
+
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -186,6 +196,7 @@ USED = {"use_sliding_window": True, "sliding_window": 7}
         ("qwen3", USED | {"layer_types": SLIDING}, "layer_types is 'sliding_attention'"),
         ("qwen3", {"attention_bias": 1}, "attention_bias is 1"),
         ("qwen3", {"num_key_value_heads": ...}, "num_key_value_heads is 32"),
+        ("phi3", {"sliding_window": 7, "layer_types": MIXED}, "layer_types"),
         ("phi3", {"sliding_window": []}, "sliding_window is []"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
         ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters"),

@@ -14,6 +14,7 @@ from intarsia.families.decoder import (
     mixture,
     mlp,
     num_layers,
+    one_window,
     windows,
 )
 from intarsia.families.family import Family, provider
@@ -40,6 +41,7 @@ __all__ = [
     "mixture",
     "mlp",
     "num_layers",
+    "one_window",
     "provider",
     "read_rope",
     "windows",

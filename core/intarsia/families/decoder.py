@@ -125,6 +125,17 @@ def windows(fields: Fields, slides: Sequence[bool]) -> tuple[int | None, ...]:
     return tuple(window if one == _TYPES[1] else None for one in types)
 
 
+def one_window(fields: Fields) -> int | None:
+    """Return the window that every layer has, or None, as `sliding_window` says.
+
+    transformers reads no `layer_types` with such configs: where there are some that say otherwise, they are refused.
+    """
+    window = fields.size("sliding_window", high=MAX_LEN) if fields.has("sliding_window") else None
+    if fields.has("layer_types"):
+        fields.texts("layer_types", (_TYPES[0 if window is None else 1],), num_layers(fields))
+    return window
+
+
 def late_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return the window of each layer, or None, as Qwen's configs say it: where windows are in use, late layers slide.
 
