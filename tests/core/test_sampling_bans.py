@@ -10,6 +10,7 @@ from intarsia.sampling import Sampler
 from intarsia.sampling.words import Vocabulary, Words
 from intarsia.types import SamplingParams
 from sampling_rows import VOCAB, enter, generate, random_logits, row
+from smollm import smollm_tokenizer
 
 
 class Pieces:
@@ -206,3 +207,25 @@ def test_a_word_longer_than_any_answer_costs_little_and_bans_nothing():
     vocabulary = Vocabulary.of(LETTERS, 15)
     word = vocabulary.word("ab" * 500_000)
     assert len(word.enders) <= 3 and len(word.holders_N) == 0
+
+
+def test_with_a_real_vocabulary_every_cut_of_a_word_is_found():
+    tokenizer = smollm_tokenizer()
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size)
+    ids_of = {piece: token for token, piece in enumerate(vocabulary.tokens) if piece}
+
+    def cuts(text):
+        """Every way to cut a text into tokens."""
+        if not text:
+            return [[]]
+        heads = [text[:size] for size in range(1, len(text) + 1) if text[:size] in ids_of]
+        return [[ids_of[head], *rest] for head in heads for rest in cuts(text[len(head) :])]
+
+    for word in ("Paris", " of the", "\U0001f600", "caf\u00e9"):
+        state = Words(vocabulary, (vocabulary.word(word),))
+        state.extend(tokenizer.encode("We say "))
+        ways = cuts(word.encode())
+        assert len(ways) > 1
+        for *before, last in ways:
+            assert last in {int(token) for ids in state.forbidden(before) for token in ids}
+        assert ids_of[b"We"] not in {int(token) for ids in state.forbidden(()) for token in ids}
