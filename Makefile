@@ -22,13 +22,15 @@ lint: setup  ## ruff, mypy strict, import rules, generated pages up to date
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python docs/wire_vectors.py --check
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup  ## rewrite the generated pages: docs/hooks.md, docs/config.md
+docs: setup  ## rewrite the generated pages: docs/hooks.md, docs/config.md, docs/wire-vectors.json
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/wire_vectors.py
 
 peers:  ## other engines for `intarsia bench --peer`, each in a venv of its own under PEERS; about 10 minutes
 	PYTHON="$(PYTHON)" contrib/intarsia_bench/peers/setup.sh "$(PEERS)"
