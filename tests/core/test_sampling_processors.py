@@ -125,3 +125,37 @@ def test_after_a_complete_grammar_the_answer_ends_though_min_tokens_are_left():
         params = SamplingParams(seed=13, temperature=temperature, min_tokens=9, banned_token_ids=[0, 2])
         (result,) = sampler.choose([row(enter(sampler, "a", params, stop_ids=(0, 2)))], random_logits(1))
         assert "no token is allowed" in result.error
+
+
+def test_what_fails_behind_a_rejected_draft_ends_nothing():
+    """A grammar may raise at a draft that it would never have allowed; the token before it is chosen all the same."""
+
+    def refuse_9(token_ids, logits_V):
+        if 9 in token_ids:
+            raise ValueError("9 is not in the grammar")
+        logits_V[9] = -torch.inf
+
+    logits = random_logits(3)
+    logits[:, 9] = 50.0
+    for drafts in ((9, 4), (int(logits[0, :9].argmax()), 9)):
+        sampler = Sampler(VOCAB, (Processor(refuse_9),))
+        sequence_id = enter(sampler, "a", SamplingParams(temperature=0, seed=13))
+        (result,) = sampler.choose([row(sequence_id, drafts=drafts)], logits.clone())
+        assert result.error is None
+        assert result.token_ids and 9 not in result.token_ids
+    # Behind an accepted draft it counts.
+    sampler = Sampler(VOCAB, (Processor(lambda ids, logits_V: fail() if len(ids) > 3 else None),))
+    sequence_id = enter(sampler, "a", SamplingParams(temperature=0, seed=13))
+    (result,) = sampler.choose([row(sequence_id, drafts=(9, 4))], logits.clone())
+    assert "grammar" in result.error and not result.token_ids
+
+
+def test_logits_that_are_not_finite_behind_a_rejected_draft_end_nothing():
+    sampler = Sampler(VOCAB)
+    sequence_id = enter(sampler, "a", SamplingParams(temperature=0, logprobs=2))
+    logits = random_logits(2)
+    logits[1] = torch.nan
+    wrong = int(logits[0].argmin())
+    (result,) = sampler.choose([row(sequence_id, drafts=(wrong,))], logits.clone())
+    assert result.error is None and result.token_ids == (int(logits[0].argmax()),)
+    assert len(result.logprobs) == 1

@@ -122,25 +122,21 @@ class Sampler:
         raw, firsts = report_tasks(tasks, logits)
         penalise(tasks, logits)
         add_biases(tasks, logits)
-        for task in tasks:
-            task.state.error = task.state.error or _process(task, logits)
+        failed = dict(found for task in tasks if (found := _process(task, logits)))
         picks, best = _pick(tasks, logits)
         results = {}
         for task in tasks:
-            sequence_id = task.row.sequence_id
             accepted = accept(task.drafts, picks[task.span.start : task.span.stop])
-            error = task.state.error or (_failure(best[task.span[len(accepted) - 1]]) if FAILED in accepted else None)
-            reported = sequence_id in firsts and not error
-            logprobs = raw.read(firsts[sequence_id], accepted) if reported else ()
+            # Only what happened at accepted tokens counts: behind a rejected draft, anything may have failed.
+            reached = task.span[: len(accepted)]
+            error = task.state.error or next((failed[index] for index in reached if index in failed), None)
+            if error is None and FAILED in accepted:
+                error = _failure(best[reached[-1]])
+            first = firsts.get(task.row.sequence_id)
+            logprobs = raw.read(first, accepted) if first is not None and error is None else ()
             if logprobs is None:
                 error = _RAW_NOT_FINITE
-            if error:
-                results[sequence_id] = RowResult(sequence_id=sequence_id, error=error)
-                continue
-            task.state.extend(accepted)
-            results[sequence_id] = RowResult(
-                sequence_id=sequence_id, token_ids=tuple(accepted), logprobs=logprobs or ()
-            )
+            results[task.row.sequence_id] = _result(task, accepted, logprobs, error)
         return [results.get(row.sequence_id) or self._unchosen(row) for row in rows]
 
     def _unchosen(self, row: Row) -> RowResult:
@@ -158,6 +154,16 @@ class Sampler:
         return tasks
 
 
+def _result(
+    task: Task, accepted: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, error: str | None
+) -> RowResult:
+    """Give a sequence what was chosen for it, or its error."""
+    if error is not None:
+        return RowResult(sequence_id=task.row.sequence_id, error=error)
+    task.state.extend(accepted)
+    return RowResult(sequence_id=task.row.sequence_id, token_ids=tuple(accepted), logprobs=tuple(logprobs or ()))
+
+
 def accept(drafts: Sequence[int], picks: Sequence[int]) -> list[int]:
     """Return the target's picks up to the first that differs from its draft, that one included.
 
@@ -171,8 +177,8 @@ def accept(drafts: Sequence[int], picks: Sequence[int]) -> list[int]:
     return list(picks[: agreeing + 1])
 
 
-def _process(task: Task, logits_LV: torch.Tensor) -> str | None:
-    """Run a row's logits processors at each of its positions; return what went wrong, if anything."""
+def _process(task: Task, logits_LV: torch.Tensor) -> tuple[int, str] | None:
+    """Run a row's logits processors at its positions, up to the first that fails: return its index and what failed."""
     state = task.state
     if not state.processors:
         return None
@@ -181,7 +187,7 @@ def _process(task: Task, logits_LV: torch.Tensor) -> str | None:
             try:
                 opened.process([*state.history.token_ids, *drafts], logits_LV[index])
             except Exception as error:  # a third party's code, whatever it raises, ends this row alone
-                return _blame(processor, error)
+                return index, _blame(processor, error)
     return None
 
 
