@@ -37,10 +37,11 @@ SECTIONS = {
 TARGET_MS = 1.0
 
 _WORKLOAD = "decode16"
-#: Functions of the core, by section. `LocalExecutor.forward` without what is inside of it is the model.
+#: Functions of the core, by section. `LocalExecutor._run` without what is measured inside of it is the layers.
 _FUNCTIONS = {
     "intarsia.executor:forward_batch": "batch building",
-    "intarsia.executor:LocalExecutor.forward": "model",
+    "intarsia.executor:LocalExecutor._run": "model",
+    "intarsia.executor:LocalExecutor._logits": "model",
     "intarsia.executor:LocalExecutor.submit": "executor",
     "intarsia.executor:LocalExecutor.collect": "executor",
     "intarsia.sampling:Sampler.choose": "sampling",

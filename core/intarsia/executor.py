@@ -126,18 +126,21 @@ class LocalExecutor:
         batch = evolve(batch, attention=context.attention.prepare(batch, context.layout))
         return batch, self._runner.run(batch, self._cache, range(context.spec.num_layers))
 
+    def _logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
+        assert self._runner is not None, "start() comes first"
+        return self._runner.logits(hidden_TE, rows_L)
+
     @torch.inference_mode()
     def all_logits(self, row: Row) -> torch.Tensor:
         """Run a row and return the fp32 logits (T, V) of all its tokens, choosing nothing."""
-        assert self._runner is not None, "start() comes first"
         batch, hidden = self._run((row,), (row.token_ids,))
-        return self._runner.logits(hidden, torch.arange(len(row.token_ids), device=batch.ids_T.device))
+        return self._logits(hidden, torch.arange(len(row.token_ids), device=batch.ids_T.device))
 
     @torch.inference_mode()
     def submit(self, plan: BatchPlan) -> None:
         """Run the step."""
         assert not self._done, "one step is in flight at most"
-        assert self._runner is not None and self._cache is not None, "start() comes first"
+        assert self._cache is not None, "start() comes first"
         for sequence_id in plan.left:
             self._sampler.leave(sequence_id)
             if self.context.drafter is not None:
@@ -151,19 +154,18 @@ class LocalExecutor:
         batch, hidden = self._run(plan.rows, [self._ids(row) for row in plan.rows])
         # Before tokens are chosen, which adds them to what the sampler knows.
         scores = [self._score(row, first, hidden) for row, first in zip(plan.rows, batch.bounds, strict=False)]
-        results = self._sampler.choose(plan.rows, self._runner.logits(hidden, batch.logits_L))
+        results = self._sampler.choose(plan.rows, self._logits(hidden, batch.logits_L))
         scored = [_with_scores(result, found) for result, found in zip(results, scores, strict=True)]
         self._done.append(StepResult(rows=self._with_drafts(plan.rows, scored)))
 
     def _score(self, row: Row, first: int, hidden_TE: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
         """Score the prompt's tokens that follow a row's, whose own begin at `first` in the batch; None if it fails."""
-        assert self._runner is not None
         indices = self._sampler.scored(row)
         entries: list[TokenLogprobs] = []
         for begin in range(indices.start, indices.stop, _SCORED_ROWS):
             piece = range(begin, min(begin + _SCORED_ROWS, indices.stop))
             rows_L = torch.arange(first + piece.start, first + piece.stop, device=hidden_TE.device)
-            found = self._sampler.score(row, piece, self._runner.logits(hidden_TE, rows_L))
+            found = self._sampler.score(row, piece, self._logits(hidden_TE, rows_L))
             if not found:
                 return None
             entries += found

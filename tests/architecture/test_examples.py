@@ -178,7 +178,8 @@ def test_the_shown_commands_are_known(command, capsys):
 
 def test_the_guide_lists_every_sampling_parameter_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", GUIDE, flags=re.MULTILINE)
-    fields = [(field.name, repr(field.default)) for field in attrs.fields(SamplingParams)]
+    empty = attrs.Factory(dict)
+    fields = [(f.name, "{}" if f.default == empty else repr(f.default)) for f in attrs.fields(SamplingParams)]
     assert rows == fields
 
 
@@ -229,4 +230,6 @@ def test_the_picture_shows_every_slot_and_every_part_that_comes_with_intarsia():
     assert {kind.slot for kind in KINDS} <= texts
     entries = importlib.metadata.distribution("intarsia").entry_points.select(group="intarsia")
     registry = Registry.discover(PluginsOptions(allow=tuple(entry.name for entry in entries)))
-    assert {offer.provider.key for offer in registry.all_offers()} - texts == set()
+    # The families of their plugin are too many: it stands for them.
+    shown = {"families" if offer.plugin.name == "families" else offer.provider.key for offer in registry.all_offers()}
+    assert shown - texts == set()

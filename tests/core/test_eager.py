@@ -193,7 +193,7 @@ def rows_of(engine, *shapes):
 @torch.inference_mode()
 def last_logits(executor, rows, ids):
     batch, hidden = executor._run(rows, ids)
-    return executor._runner.logits(hidden, batch.logits_L)
+    return executor._logits(hidden, batch.logits_L)
 
 
 @backends
