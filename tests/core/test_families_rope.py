@@ -445,8 +445,28 @@ def test_any_config_is_read_with_finite_results_or_refused(config, partial, laye
         assert all(torch.isfinite(table).all() for table in cos_sin(rope, 20))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(random_configs(GOOD))
+@st.composite
+def likely_configs(draw):
+    """Tables of a kind, most of them valid: a few numbers changed, left out, or given beside the table too."""
+    kind = draw(st.sampled_from([*TABLES, "default"]))
+    numbers = [name for name, value in TABLES.get(kind, {}).items() if not isinstance(value, list) and name != ORIGINAL]
+    table = {"rope_type": kind, **TABLES.get(kind, {})}
+    table |= draw(st.dictionaries(st.sampled_from([*numbers, "rope_theta"]), st.sampled_from([0.5, 1, 2, 8.0, 40.0])))
+    table |= draw(st.fixed_dictionaries({}, optional={"truncate": st.booleans(), "low_freq_factor": st.just(0.5)}))
+    for name in draw(st.sets(st.sampled_from(sorted(table)), max_size=2)):
+        del table[name]
+    lengths = st.sampled_from([2, 6, 512, 1024, 4096])
+    table |= draw(st.fixed_dictionaries({}, optional={ORIGINAL: lengths}))
+    config = draw(st.fixed_dictionaries({}, optional={ORIGINAL: lengths, "rope_theta": st.just(5e5)}))
+    return config | {draw(st.sampled_from(["rope_scaling", "rope_parameters"])): table}
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+@given(likely_configs())
 def test_any_config_that_is_read_means_what_transformers_reads(tmp_path, config):
     try:
         rope = read_rope(fields_of(**config), HEAD_DIM)
