@@ -1,7 +1,8 @@
 """The functions whose bits must not depend on where in a tensor a number lies, nor on what lies beside it.
 
-Torch's vectorised exp and log differ in the last bit from the scalar ones that it takes for the tail of a tensor, and
-its sums are split by the number of rows and threads. Numpy's are not. On a GPU every element takes the same path.
+Torch splits a sum by the number of rows and threads; numpy sums each row by itself. Torch may also take the tail of a
+tensor through another exp and log than the rest, depending on how it was built; numpy takes one for all. On a GPU every
+element takes the same path, but its sums are torch's.
 
 Shape legend: L rows of logits, V vocab.
 """
