@@ -13,6 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from intarsia.sampling import arithmetic
 from intarsia.sampling.filters import candidates
 from intarsia.sampling.ranking import rank
 from intarsia.sampling.settings import Settings
@@ -235,3 +236,22 @@ def test_a_large_vocabulary_gives_the_same_weights_alone_and_among_sixteen(threa
         torch.set_num_threads(before)
     for row in range(0, 16, 3):
         assert together[row] == kept(next(iter(candidates(logits[row : row + 1].clone(), [filled[row]]))), 0)
+
+
+def test_exponentials_logarithms_and_sums_are_the_same_bits_in_any_company_and_with_any_threads():
+    weights = torch.rand(5, 49152, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 1e-3
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(torch.cat([arithmetic.totals(row) for row in weights.split(1)]))
+            found.append(arithmetic.totals(weights))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+    assert found[0].flatten().numpy() == pytest.approx(weights.numpy().sum(-1), rel=1e-12)
+    for function, reference in ((arithmetic.exp, np.exp), (arithmetic.log, np.log)):
+        whole = function(weights)
+        assert whole.numpy() == pytest.approx(reference(weights.numpy()), rel=1e-15)
+        for first, count in ((0, 1), (3, 5), (17, 7), (1001, 13)):
+            assert torch.equal(function(weights[2, first : first + count].clone()), whole[2, first : first + count])
