@@ -1,10 +1,10 @@
 """The `structured_output` logits processor, by llguidance.
 
 llguidance (MIT, from Microsoft and the guidance project) was chosen over xgrammar (Apache-2.0): it is one wheel without
-dependencies, where xgrammar brings transformers, pydantic and TVM's runtime; it refuses what it does not know of JSON
-Schema where xgrammar lets it pass; it computes a mask from the grammar's state on demand, so that compiling takes
-milliseconds; it bounds the work of compiling and of each mask and reports errors as states. What those bounds miss,
-the sandbox holds: see `sandbox.py`.
+dependencies, where xgrammar brings transformers, pydantic and TVM's runtime; it refuses what it cannot follow of JSON
+Schema, where xgrammar 0.2.9 lets answers break `uniqueItems` and `multipleOf`; it bounds the work of compiling and of
+each mask, and reports errors as states. Both compile in milliseconds. What its bounds miss, the sandbox holds: see
+`sandbox.py`.
 """
 
 from __future__ import annotations
