@@ -37,6 +37,14 @@ class Generate:
     deadline_s: float | None = None
     credit: int | None = None
 
+    @property
+    def tokens(self) -> int:
+        """About how many tokens it may take, for admission: those of the prompt and of all answers."""
+        prompt, params = self.request.prompt, self.request.params
+        # A text has a token for about four characters.
+        said = len(str(prompt)) // 4 if isinstance(prompt, str | Chat) else len(prompt)
+        return said + params.n * (params.max_tokens or 0)
+
 
 def read_generate(message: Message, limits: ServerLimits) -> Generate:
     """Return what a message of kind `generate` asks for.
@@ -45,6 +53,8 @@ def read_generate(message: Message, limits: ServerLimits) -> Generate:
         InvalidRequestError: names the field by its path in the body, the value and what would be right.
     """
     body = checked("generate", message.body)
+    if not message.id:
+        raise InvalidRequestError("id: missing; give 1 to 256 printable characters of your own", field="id")
     credit, deadline = body.get("credit"), body.get("deadline_s")
     if credit is not None and credit > limits.credit:
         raise wrong("credit", credit, f"a number of deltas up to {limits.credit}")

@@ -44,7 +44,7 @@ class Field:
     types: tuple[str, ...]
     required: bool = False
     #: Python's types of which every value is right: most values need no more than a look at these
-    _surely: frozenset[type] = field(
+    surely: frozenset[type] = field(
         default=Factory(lambda self: frozenset(_SURE[each] for each in self.types if each in _SURE), takes_self=True),
         init=False,
         repr=False,
@@ -52,7 +52,7 @@ class Field:
 
     def takes(self, value: Any) -> bool:
         """Whether a value has one of the types."""
-        return type(value) in self._surely or any(_TESTS[each][0](value) for each in self.types)
+        return type(value) in self.surely or any(_TESTS[each][0](value) for each in self.types)
 
     @property
     def text(self) -> str:
@@ -66,6 +66,8 @@ class Verb:
 
     sender: Sender
     fields: Mapping[str, Field]
+    #: the names of those that have to be there
+    required: tuple[str, ...] = ()
 
 
 def _verb(sender: Sender, **fields: str) -> Verb:
@@ -73,7 +75,7 @@ def _verb(sender: Sender, **fields: str) -> Verb:
     made = {
         name.rstrip("_"): Field(tuple(text.rstrip("!").split("|")), text.endswith("!")) for name, text in fields.items()
     }
-    return Verb(sender, made)
+    return Verb(sender, made, tuple(name for name, one in made.items() if one.required))
 
 
 VERBS: Mapping[str, Verb] = {
@@ -146,12 +148,14 @@ def checked(kind: str, body: Mapping[str, Any], error: type[IntarsiaError] = Inv
     Raises:
         error: names the field, the value and what would be right.
     """
-    for name, one in VERBS[kind].fields.items():
-        if name in body:
-            if not one.takes(body[name]):
-                raise wrong(name, body[name], one.text, error)
-        elif one.required:
-            raise error(f"{name}: missing in {kind!r}; it has to be {one.text}", field=name)
+    verb = VERBS[kind]
+    for name, value in body.items():
+        one = verb.fields.get(name)
+        if one is not None and type(value) not in one.surely and not one.takes(value):
+            raise wrong(name, value, one.text, error)
+    for name in verb.required:
+        if name not in body:
+            raise error(f"{name}: missing in {kind!r}; it has to be {verb.fields[name].text}", field=name)
     return body
 
 
@@ -165,6 +169,8 @@ def wrong(path: str, value: object, right: str, error: type[IntarsiaError] = Inv
 def _is_ids(value: Any) -> bool:
     if type(value) is array:
         return value.typecode == "i" and (not value or min(value) >= 0)
-    if type(value) is not list or not set(map(type, value)) <= {int}:
+    if type(value) is not list:
         return False
-    return not value or (min(value) >= 0 and max(value) < 1 << 31)
+    if len(value) == 1:  # a delta of one token, which most are
+        return type(value[0]) is int and 0 <= value[0] < 1 << 31
+    return set(map(type, value)) <= {int} and (not value or (min(value) >= 0 and max(value) < 1 << 31))

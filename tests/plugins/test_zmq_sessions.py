@@ -358,6 +358,16 @@ def test_the_deltas_of_one_step_to_one_client_travel_together():
     assert [m.id for m in read([sent[0][1]])] == ["0", "1", "2"]
 
 
+def test_a_request_goes_on_while_one_of_its_choices_does():
+    server = Server()
+    session = server.open().session
+    one = server.start(session, params=SamplingParams(n=2))
+    server.sessions.deliver([output(one.key, text="a", end="stop")])
+    ((_, frames),) = server.sessions.deliver([output(one.key, choice=1, text="b", end="stop")])
+    assert [m.kind for m in read([frames])] == ["delta", "done"]
+    assert server.sessions.in_flight == 0
+
+
 def test_a_second_request_with_an_id_in_flight_is_refused_and_the_first_goes_on():
     server = Server()
     session = server.open().session
@@ -557,6 +567,30 @@ def test_ends_that_nobody_confirms_are_forgotten_in_time_and_never_many():
     assert list(session.streams) == ["3", "4"]
     server.tick(1, b"c1")
     assert not session.streams
+
+
+def test_the_newest_end_is_kept_however_large_and_older_ones_make_room():
+    server = Server()  # 10,000 bytes
+    session = server.open().session
+    for name in "ab":
+        server.sessions.deliver([output(server.start(session, name, stream=False).key, text="x" * 9990, end="stop")])
+        assert list(session.streams) == [name]
+        assert server.sessions.num_bytes > 10_000
+
+
+def test_a_resume_confirms_ends_too():
+    server = Server()
+    session = server.open().session
+    server.sessions.deliver([output(server.start(session, name).key, end="stop") for name in "ab"])
+    opened = server.open(b"c2", token=session.token, received={"a": 2, "b": 1})
+    assert list(session.streams) == ["b"] and [(m.id, m.seq) for m in read(opened.again)] == [("b", 2)]
+
+
+def test_a_hello_again_with_its_own_token_changes_nothing():
+    server = Server()
+    session = server.open().session
+    assert server.open(token=session.token).session is session
+    assert server.sessions.hear(b"c1") is session and len(server.sessions) == 1
 
 
 def test_when_the_engine_fails_every_request_ends_with_an_error_that_says_so():

@@ -157,6 +157,12 @@ def test_a_batch_put_together_from_packed_messages_has_the_bytes_of_one_written_
         assert list(batched(packed, CLIENT_LIMITS)) == [encode_batch(messages)]
 
 
+@pytest.mark.parametrize("messages", [None, {}, [], [1], [{}], [{"v": 1, "kind": "batch", "body": {"messages": []}}]])
+def test_a_batch_that_holds_no_messages_is_malformed(messages):
+    with pytest.raises(MalformedError):
+        decode(encode(Message("batch", body={"messages": messages})), CLIENT_LIMITS)
+
+
 # --- bytes that lie ---------------------------------------------------------------------------------------------------
 
 HOSTILE = {
@@ -381,6 +387,13 @@ def test_a_generate_is_the_request_that_it_says():
     assert asked == Generate(request=request, stream=False, deadline_s=2, credit=64)
 
 
+def test_what_a_request_may_take_is_told_to_admission():
+    assert read_generate(generate(prompt=[1] * 30, sampling={"n": 3, "max_tokens": 50}), SERVER).tokens == 30 + 150
+    assert read_generate(generate(prompt="x" * 400, sampling={"max_tokens": 50}), SERVER).tokens == 100 + 50
+    chat = read_generate(generate(prompt={"messages": [{"content": "x" * 400}]}, sampling={"max_tokens": 50}), SERVER)
+    assert 150 <= chat.tokens < 200
+
+
 def test_what_a_generate_leaves_out_has_its_default_and_the_servers_limit_of_tokens():
     asked = read_generate(generate(), SERVER)
     assert (asked.stream, asked.deadline_s, asked.credit) == (True, None, None)
@@ -501,7 +514,7 @@ def test_an_unknown_sampling_key_gets_the_nearest_and_an_unknown_body_key_nothin
 
 @pytest.mark.parametrize("request_id", ["", "x" * 257, "a\nb"])
 def test_a_generate_without_a_usable_id_is_refused(request_id):
-    with pytest.raises((MalformedError, InvalidRequestError)):
+    with pytest.raises((MalformedError, InvalidRequestError), match=r"^id: "):
         read_generate(decode(encode(Message("generate", request_id, 0, {"prompt": "Hi"})), LIMITS)[0], SERVER)
 
 
