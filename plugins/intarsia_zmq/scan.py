@@ -61,7 +61,9 @@ def scan(data: bytes, limits: WireLimits) -> None:
     while True:
         while not left:
             if not outer:
-                if position != end:
+                if position > end:
+                    raise _ended(position, end, limits)
+                if position < end:
                     raise MalformedError(f"{end - position} bytes follow the end of the map")
                 return
             left = outer.pop()

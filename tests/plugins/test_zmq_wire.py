@@ -224,6 +224,32 @@ def test_small_frames_that_are_not_looked_over_make_little(bytes_):
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (b"\x91" * 11, "nested deeper than 10"),
+        (b"\xdc\x00\x07" + bytes(7), "one array announces 7 items; at most 6"),
+        (b"\xdd\x00\x00\x00\x05" + bytes(4), "one array announces 5 items and 4 bytes follow"),
+        (b"\xdf\x00\x00\x00\x09" + b"\xa1a\x00" * 9, "one map announces 9 items; at most 8"),
+        (b"\xde\x00\x03" + bytes(5), "one map announces 3 items and 5 bytes follow"),
+        (b"\xd9\x05abcd", "cut short"),
+        (b"\xcf" + bytes(7), "cut short"),
+        (bytes(2), "1 bytes follow"),
+        (b"", "cut short after 0 bytes"),
+    ],
+)
+def test_the_look_ahead_says_itself_what_is_wrong(value, text):
+    """A decoder would find it as well, after it has made room."""
+    with pytest.raises(MalformedError, match=text):
+        scan(value, WireLimits(nesting=10, map_keys=8, array_items=6))
+
+
+def test_frames_that_are_large_or_announce_much_are_looked_over():
+    announcing = b"\xdc\x00\x10"
+    assert harmless(announcing * 32) and not harmless(announcing * 33)
+    assert harmless(bytes(1 << 16)) and not harmless(bytes((1 << 16) + 1))
+
+
 def test_a_long_text_and_a_blob_are_no_work():
     text = encode(Message("generate", "r", body={"prompt": "ü" * (1 << 20)}))
     begun = time.perf_counter()
