@@ -12,7 +12,15 @@ from typing import Any, get_args
 import torch
 from attrs import define, evolve, frozen
 
-from intarsia.errors import CheckpointError, CompositionError, ConfigError, IntarsiaError, PluginError, did_you_mean
+from intarsia.errors import (
+    CheckpointError,
+    CompositionError,
+    ConfigError,
+    IntarsiaError,
+    PluginError,
+    did_you_mean,
+    nearest,
+)
 from intarsia.invariance import kept_invariance
 from intarsia.layout import check_capacity, check_memory, lay_out, num_pages, weight_bytes
 from intarsia.machine import free_memory, resolve_device, resolve_dtype, resolve_threads
@@ -215,8 +223,8 @@ class _Composer:
         if not isinstance(model_type, str) or model_type not in families:
             out = f" Plugins left out: {', '.join(registry.left_out)}." if registry.left_out else ""
             raise CheckpointError(
-                f"{self.config.model.use}: its model type {shown(model_type)} is of no family that is installed."
-                f"{did_you_mean(str(model_type), families)}{out}"
+                f"{self.config.model.use}: its model type {shown(model_type)} is of no family that is installed"
+                f"{nearest(str(model_type), families)}{out}"
             )
         return self.select.one("family", Choice(model_type), context, because=f"the model type is {model_type!r}")
 

@@ -429,6 +429,22 @@ class Engine:
             "cache": attrs.asdict(self.parts.cache.stats()),
         }
 
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids, as a request would have them.
+
+        Raises:
+            InvalidRequestError: it is no prompt, or the model has no tokenizer for it.
+        """
+        return self._prompts.ids(prompt)
+
+    def detokenize(self, token_ids: SequenceABC[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids.
+
+        Raises:
+            InvalidRequestError: an id is outside the vocabulary, or the model has no tokenizer.
+        """
+        return self._prompts.text(token_ids, skip_special_tokens=skip_special_tokens)
+
     def explain(self) -> dict[str, Any]:
         """Return what the engine is made of and why; see `intarsia.explain`."""
         return explain(self.config, self.parts)

@@ -19,6 +19,7 @@ __all__ = [
     "OverloadedError",
     "PluginError",
     "did_you_mean",
+    "nearest",
 ]
 
 
@@ -87,6 +88,13 @@ class ExecutionError(IntarsiaError):
     """A row of a step that failed while it ran. It ends that request and no other."""
 
     code = "execution"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `; the nearest that are known: x, y.`, or all that is known: for a word that need not be a misspelling."""
+    choices = sorted(set(known))
+    near = get_close_matches(word, choices, n=3, cutoff=0.4)
+    return f"; {'the nearest that are known' if near else 'known'}: {', '.join(near or choices) or 'none'}."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

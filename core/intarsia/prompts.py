@@ -36,7 +36,7 @@ class Prompts:
         Raises:
             InvalidRequestError: names the field, the value and what would be right.
         """
-        ids = self._ids(request.prompt)
+        ids = self.ids(request.prompt)
         if not ids:
             raise InvalidRequestError("prompt: it has no tokens; give at least one", field="prompt")
         self._check_length(len(ids), request.params)
@@ -77,7 +77,18 @@ class Prompts:
                     field=f"sampling.{name}",
                 )
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of ids; raise InvalidRequestError where one is none, or the model has no tokenizer."""
+        for token in token_ids:
+            if not _is_id(token):
+                raise InvalidRequestError(f"token_ids: {token!r} is no token id", field="token_ids")
+            self._check_id(token, "token_ids")
+        if self.tokenizer is None:
+            raise InvalidRequestError("token_ids: this model has no tokenizer, so its ids have no text")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's ids; raise InvalidRequestError where it is none."""
         if isinstance(prompt, str):
             return self._tokenizer("text").encode(prompt)
         if isinstance(prompt, Chat):

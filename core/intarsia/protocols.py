@@ -27,6 +27,7 @@ from intarsia.types import (
     Invariance,
     NoOptions,
     Output,
+    Prompt,
     Provider,
     Request,
     RowResult,
@@ -664,8 +665,30 @@ class EngineHandle(Protocol):
         """End a request; its last outputs, with finish_reason `abort`, come from the next `step`."""
         ...
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to return."""
+        ...
+
+    @property
+    def parts(self) -> Parts:
+        """What the engine is made of."""
+        ...
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids; raise InvalidRequestError as `add` does."""
+        ...
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids; raise InvalidRequestError where the model has no tokenizer."""
+        ...
+
     def stats(self) -> Mapping[str, Any]:
         """Return figures: queues, cache, steps, tokens."""
+        ...
+
+    def explain(self) -> Mapping[str, Any]:
+        """Return what the engine is made of and why."""
         ...
 
     def close(self) -> None:

@@ -111,7 +111,7 @@ def test_the_shown_python_runs(page, index, capsys):
 
 def test_every_python_block_is_run():
     assert len(blocks(README, "python")) == 2
-    assert len(blocks(GUIDE, "python")) == 5
+    assert len(blocks(GUIDE, "python")) == 7
 
 
 # --- configs and commands ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from intarsia.cli.chat import chat
 from intarsia.cli.explain import explain
 from intarsia.cli.generate import generate
 from intarsia.cli.plugins import plugins
+from intarsia.cli.serve import serve
 from intarsia.cli.terminal import warn
 from intarsia.errors import IntarsiaError, PluginError, did_you_mean
 from intarsia.hookspecs import PROJECT
@@ -126,3 +127,4 @@ program.add_command(generate)
 program.add_command(chat)
 program.add_command(plugins)
 program.add_command(explain)
+program.add_command(serve)

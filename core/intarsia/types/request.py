@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from attrs import Attribute, evolve, field, fields, frozen
 
 from intarsia.errors import InvalidRequestError
-from intarsia.types.chat import Chat, Message
+from intarsia.types.chat import Chat, Message, shown
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 #: Text, token ids, or the messages of a chat, alone or with its tools and template variables.
@@ -18,7 +18,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat
 
 
 def _reject(name: str, value: object, right: str) -> InvalidRequestError:
-    return InvalidRequestError(f"sampling.{name}: {value!r} is not {right}", field=f"sampling.{name}")
+    return InvalidRequestError(f"sampling.{name}: {shown(value)} is not {right}", field=f"sampling.{name}")
 
 
 def _as_plain(value: Any) -> Any:
@@ -47,10 +47,16 @@ def _flag(_: object, attribute: Attribute[Any], value: object) -> None:
         raise _reject(attribute.name, value, "true or false")
 
 
+#: Of texts to stop at or to ban: each is looked for at every token.
+_MAX_TEXTS, _MAX_TEXT = 256, 1024
+
+
 def _texts(_: object, attribute: Attribute[Any], value: tuple[object, ...]) -> None:
+    if len(value) > _MAX_TEXTS:
+        raise _reject(attribute.name, f"{len(value)} texts", f"a list of at most {_MAX_TEXTS}")
     for text in value:
-        if not isinstance(text, str) or not text:
-            raise _reject(attribute.name, text, "a text of at least one character")
+        if not isinstance(text, str) or not 0 < len(text) <= _MAX_TEXT:
+            raise _reject(attribute.name, text, f"a text of 1 to {_MAX_TEXT} characters")
 
 
 def _ids(_: object, attribute: Attribute[Any], value: tuple[object, ...]) -> None:
