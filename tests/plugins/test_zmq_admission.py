@@ -21,6 +21,13 @@ def drain(admission: Admission) -> list:
     return order
 
 
+def test_clients_have_their_turns_in_the_order_in_which_they_came():
+    admission = Admission(LIMITS)
+    for client in "abc":
+        admission.add(client, client, 100)
+    assert drain(admission) == ["a", "b", "c"]
+
+
 def test_one_clients_flood_does_not_hold_up_another():
     admission = Admission(LIMITS)
     for i in range(100):
