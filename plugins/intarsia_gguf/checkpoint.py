@@ -6,22 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from attrs import field, frozen
 
 from intarsia.errors import CheckpointError
 from intarsia.types import TokenizerSpec
 from intarsia_gguf.architectures import find_architecture
-from intarsia_gguf.config import read_config, read_sampling
-from intarsia_gguf.header import Header, TensorInfo, read_header
+from intarsia_gguf.config import MAX_EXPERTS, read_config, read_heads, read_sampling
+from intarsia_gguf.header import read_header
 from intarsia_gguf.metadata import Metadata
-from intarsia_gguf.rope import DIVISORS
+from intarsia_gguf.rope import DIVISORS, LONG, SHORT, read_rope_tensors
 from intarsia_gguf.tensors import GgufTensor, stored_tensors
 from intarsia_gguf.tokenizer import check_tokenizer, read_tokenizer
 
 #: Hugging Face's names of the floating types, the widest first.
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_DIVISORS = 1 << 16
 
 
 @frozen(eq=False)
@@ -62,24 +60,15 @@ class GgufLoader:
             metadata.fail("split.count", "says that this is a part of a split model; merge it with llama-gguf-split")
         if not header.tensors:
             raise CheckpointError(f"{self.path}: the file holds no tensors, so no model")
-        architecture = find_architecture(metadata.text("general.architecture"), header.path)
-        shapes = {architecture.tensor_name(info.name): info.shape for info in header.tensors if info.name != DIVISORS}
-        config = read_config(metadata, architecture, shapes, _rope_divisors(header))
-        tensors = stored_tensors(header, architecture, config["head_dim"])
-        # What it says is in the config by now.
-        tensors.pop(DIVISORS, None)
+        name = metadata.text("general.architecture")
+        num_experts = metadata.integer(f"{name}.expert_count", low=0, high=MAX_EXPERTS, default=0)
+        architecture = find_architecture(header.path, name, num_experts)
+        heads = read_heads(metadata, architecture)
+        shapes = {info.name: info.shape for info in header.tensors}
+        config = read_config(metadata, architecture, heads, shapes, read_rope_tensors(header))
+        tensors = stored_tensors(header, architecture, heads, num_experts)
+        for name in (DIVISORS, LONG, SHORT):
+            # What they say is in the config by now.
+            tensors.pop(name, None)
         check_tokenizer(metadata)
         return GgufCheckpoint(metadata, config, tensors)
-
-
-def _rope_divisors(header: Header) -> np.ndarray | None:
-    found: TensorInfo | None = next((info for info in header.tensors if info.name == DIVISORS), None)
-    if found is None:
-        return None
-    if found.format.name != "F32" or len(found.shape) != 1 or found.shape[0] > _MAX_DIVISORS:
-        raise CheckpointError(
-            f"{header.path}: tensor {DIVISORS!r} is {found.format.name} of the shape {found.shape}, "
-            "not F32 of half a head's dimensions"
-        )
-    raw = header.data[found.offset : found.offset + found.num_bytes]
-    return np.frombuffer(raw, dtype="<f4").astype(np.float64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,34 +11,27 @@ import numpy as np
 
 from intarsia.errors import CheckpointError
 from intarsia_gguf.architectures import Architecture
+from intarsia_gguf.fields import FIELDS
 from intarsia_gguf.header import ValueType
 from intarsia_gguf.metadata import LARGE, Metadata
-from intarsia_gguf.rope import rope_parameters
+from intarsia_gguf.rope import RopeTensors, rope_parameters
+from intarsia_gguf.tensors import Heads
 
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
+_EMBEDDING = "token_embd.weight"
+_HEAD = "output.weight"
 _TOKENS = "tokenizer.ggml.tokens"
+#: More than models have; each is a tensor of its own.
+MAX_EXPERTS = 4096
+#: Fields that say whether there are biases -> which.
+_BIASES = {
+    "attention_bias": re.compile(r"blk\.\d+\.attn_(q|k|v|qkv|output)\.bias"),
+    "mlp_bias": re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+}
 
 
-def read_config(
-    metadata: Metadata,
-    architecture: Architecture,
-    shapes: Mapping[str, tuple[int, ...]],
-    rope_divisors: np.ndarray | None,
-) -> dict[str, Any]:
-    """Return the config of a decoder.
-
-    Args:
-        metadata: the file's.
-        architecture: its table.
-        shapes: Hugging Face's tensor name -> shape, for all tensors.
-        rope_divisors: see `rope_parameters`.
-
-    Raises:
-        CheckpointError: a value is missing, of the wrong type or out of range, or says what the family cannot express.
-    """
+def read_heads(metadata: Metadata, architecture: Architecture) -> Heads:
+    """Return the heads of attention; raise CheckpointError where they do not fit one another or the width."""
     prefix = architecture.name
-    _check_neutral(metadata, architecture)
     hidden_size = metadata.integer(f"{prefix}.embedding_length")
     num_heads = metadata.per_layer(f"{prefix}.attention.head_count")
     num_kv_heads = metadata.per_layer(f"{prefix}.attention.head_count_kv", default=num_heads)
@@ -44,52 +39,107 @@ def read_config(
         metadata.fail(
             f"{prefix}.attention.head_count_kv", f"is {num_kv_heads}, which does not divide {num_heads} heads"
         )
-    head_dim = _head_dim(metadata, prefix, hidden_size, num_heads)
-    return {
-        "model_type": architecture.model_type,
-        "architectures": [architecture.model_class],
-        "vocab_size": _vocab_size(metadata, prefix, shapes, hidden_size),
-        "hidden_size": hidden_size,
-        "intermediate_size": metadata.per_layer(f"{prefix}.feed_forward_length"),
-        "num_hidden_layers": _num_layers(metadata, prefix, shapes),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": metadata.number(f"{prefix}.attention.layer_norm_rms_epsilon", positive=True),
-        "max_position_embeddings": metadata.integer(f"{prefix}.context_length"),
-        "rope_parameters": rope_parameters(metadata, prefix, head_dim, rope_divisors),
-        "tie_word_embeddings": _HEAD not in shapes,
-        "attention_bias": any(".self_attn." in name and name.endswith(".bias") for name in shapes),
-        "mlp_bias": any(".mlp." in name and name.endswith(".bias") for name in shapes),
-        **_token_ids(metadata),
-    }
-
-
-def _check_neutral(metadata: Metadata, architecture: Architecture) -> None:
-    for name, neutral in architecture.neutral.items():
-        key = f"{architecture.name}.{name}"
-        value = metadata.values.get(key)
-        if value is not None and value.content != neutral:
-            metadata.fail(
-                key, f"is {value.content!r:.100}, which this family does not have; only {neutral!r} is supported"
-            )
-
-
-def _head_dim(metadata: Metadata, prefix: str, hidden_size: int, num_heads: int) -> int:
     key = f"{prefix}.attention.key_length"
     if key not in metadata and hidden_size % num_heads:
         metadata.fail(
             f"{prefix}.attention.head_count", f"is {num_heads}, which does not divide the width {hidden_size}"
         )
     head_dim = metadata.integer(key, default=hidden_size // num_heads)
-    if head_dim % 2:
+    if head_dim % 2 and architecture.rope != "none":
         metadata.fail(f"{prefix}.attention.head_count", f"gives heads of {head_dim} dimensions, an odd number")
-    for name in ("attention.value_length", "rope.dimension_count"):
-        value = metadata.integer(f"{prefix}.{name}", default=head_dim)
-        if value != head_dim:
-            metadata.fail(f"{prefix}.{name}", f"is {value}, but the head has {head_dim} dimensions; both must be equal")
-    return head_dim
+    _must_equal(metadata, f"{prefix}.attention.value_length", head_dim)
+    if architecture.rope == "whole":
+        _must_equal(metadata, f"{prefix}.rope.dimension_count", head_dim)
+    return Heads(num_heads, num_kv_heads, head_dim)
+
+
+def _must_equal(metadata: Metadata, key: str, head_dim: int) -> None:
+    value = metadata.integer(key, default=head_dim)
+    if value != head_dim:
+        metadata.fail(key, f"is {value}, but the head has {head_dim} dimensions; both must be equal")
+
+
+def read_config(
+    metadata: Metadata,
+    architecture: Architecture,
+    heads: Heads,
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_tensors: RopeTensors,
+) -> dict[str, Any]:
+    """Return the config of a decoder.
+
+    Args:
+        metadata: the file's.
+        architecture: its table.
+        heads: what `read_heads` gives.
+        shapes: GGUF's tensor name -> shape, for all tensors.
+        rope_tensors: the file's.
+
+    Raises:
+        CheckpointError: a value is missing, of the wrong type or out of range, or says what the family cannot express.
+    """
+    prefix = architecture.name
+    _check_neutral(metadata, architecture)
+    hidden_size = metadata.integer(f"{prefix}.embedding_length")
+    config: dict[str, Any] = {
+        "model_type": architecture.model_type,
+        "architectures": [architecture.model_class],
+        "vocab_size": _vocab_size(metadata, prefix, shapes, hidden_size),
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata.per_layer(f"{prefix}.feed_forward_length"),
+        "num_hidden_layers": _num_layers(metadata, prefix, shapes),
+        "num_attention_heads": heads.num_heads,
+        "max_position_embeddings": metadata.integer(f"{prefix}.context_length"),
+        **_epsilon(metadata, architecture),
+        "tie_word_embeddings": _HEAD not in shapes,
+        **{name: any(map(_BIASES[name].fullmatch, shapes)) for name in architecture.biases},
+        **architecture.constants,
+        **_token_ids(metadata),
+    }
+    if architecture.rope != "none":
+        config |= {"num_key_value_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+        config |= _rope(metadata, architecture, heads.head_dim, rope_tensors)
+    special = FIELDS.get(architecture.model_type)
+    if special is not None:
+        config |= special(metadata, prefix, config)
+    return {architecture.renamed.get(name, name): value for name, value in config.items()}
+
+
+def _check_neutral(metadata: Metadata, architecture: Architecture) -> None:
+    for name, neutral in architecture.neutral.items():
+        key = f"{architecture.name}.{name}"
+        value = metadata.values.get(key)
+        if value is not None and value.content not in neutral:
+            metadata.fail(
+                key,
+                f"is {value.content!r:.100}, which this family does not have; "
+                f"only {' or '.join(map(repr, neutral))} is supported",
+            )
+
+
+def _epsilon(metadata: Metadata, architecture: Architecture) -> dict[str, float]:
+    name, key = {
+        "rms": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+        "layer": ("layer_norm_eps", "attention.layer_norm_epsilon"),
+    }[architecture.norm]
+    return {name: metadata.number(f"{architecture.name}.{key}", positive=True)}
+
+
+def _rope(metadata: Metadata, architecture: Architecture, head_dim: int, tensors: RopeTensors) -> dict[str, Any]:
+    key = f"{architecture.name}.rope.dimension_count"
+    dim = metadata.integer(key, high=head_dim, default=head_dim)
+    if dim % 2:
+        metadata.fail(key, f"is {dim}, an odd number")
+    parameters = rope_parameters(metadata, architecture.name, dim, tensors)
+    if architecture.rope == "partial":
+        parameters["partial_rotary_factor"] = _fraction(dim, head_dim)
+    return {"rope_parameters": parameters}
+
+
+def _fraction(dim: int, head_dim: int) -> float:
+    """Return the share of a head's dimensions that gives `dim` of them once it is multiplied and cut to a whole."""
+    share = dim / head_dim
+    return share if int(head_dim * share) == dim else math.nextafter(share, math.inf)
 
 
 def _num_layers(metadata: Metadata, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -103,16 +153,16 @@ def _num_layers(metadata: Metadata, prefix: str, shapes: Mapping[str, tuple[int,
 def _vocab_size(metadata: Metadata, prefix: str, shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -> int:
     shape = shapes.get(_EMBEDDING)
     if shape is None:
-        raise CheckpointError(f"{metadata.path}: tensor 'token_embd.weight' is missing")
+        raise CheckpointError(f"{metadata.path}: tensor {_EMBEDDING!r} is missing")
     if len(shape) != 2 or shape[1] != hidden_size:
         raise CheckpointError(
-            f"{metadata.path}: tensor 'token_embd.weight' has the shape {shape}, not (vocabulary, {hidden_size})"
+            f"{metadata.path}: tensor {_EMBEDDING!r} has the shape {shape}, not (vocabulary, {hidden_size})"
         )
     stated = metadata.integer(f"{prefix}.vocab_size", default=shape[0])
     if stated != shape[0]:
-        metadata.fail(f"{prefix}.vocab_size", f"is {stated}, but tensor 'token_embd.weight' has {shape[0]} rows")
+        metadata.fail(f"{prefix}.vocab_size", f"is {stated}, but tensor {_EMBEDDING!r} has {shape[0]} rows")
     if _TOKENS in metadata and (num_tokens := len(metadata.texts(_TOKENS))) != shape[0]:
-        metadata.fail(_TOKENS, f"has {num_tokens} items, but tensor 'token_embd.weight' has {shape[0]} rows")
+        metadata.fail(_TOKENS, f"has {num_tokens} items, but tensor {_EMBEDDING!r} has {shape[0]} rows")
     return shape[0]
 
 

@@ -104,6 +104,10 @@ class Metadata:
         """Return an array of whole numbers."""
         return tuple(self._array(key, _INTEGERS, "whole numbers"))
 
+    def flags(self, key: str) -> tuple[bool, ...]:
+        """Return an array of bools, which may be written as whole numbers."""
+        return tuple(map(bool, self._array(key, _INTEGERS | {ValueType.BOOL}, "bools")))
+
     def per_layer(self, key: str, *, default: int | None = None) -> int:
         """Return a whole number from 1 that a file may state once, or for each layer if it is the same in all."""
         value = self.values.get(key)

@@ -71,13 +71,15 @@ def test_counts_for_each_layer_are_taken_where_they_agree(tmp_path):
 
 def test_an_unknown_architecture_is_refused_with_the_near_ones(tmp_path):
     assert "Did you mean 'llama'?" in refusal(tmp_path, {"general.architecture": (gb.STRING, "lama")})
-    assert "Known: llama." in refusal(tmp_path, {"general.architecture": (gb.STRING, "rwkv7")})
+    assert "Known: gemma2, gemma3, gpt2, granite, llama" in refusal(
+        tmp_path, {"general.architecture": (gb.STRING, "rwkv7")}
+    )
 
 
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("expert_count", (gb.U32, 8)),
+        ("expert_shared_count", (gb.U32, 1)),
         ("attention.sliding_window", (gb.U32, 4096)),
         ("attention.causal", (gb.BOOL, False)),
         ("logit_scale", (gb.F32, 0.5)),
