@@ -187,13 +187,16 @@ class LocalExecutor:
                 sequence_id=row.sequence_id,
                 token_ids=self._sampler.token_ids(row.sequence_id),
                 wanted=row.drafts_wanted,
+                pages=row.pages,
             )
             for row, result in zip(rows, results, strict=True)
             if row.drafts_wanted and result.token_ids
         ]
         proposals = dict(zip((a.sequence_id for a in asked), drafter.propose(asked), strict=True))
         return tuple(
-            evolve(result, drafts=self._usable(proposals.get(row.sequence_id, ()), row.drafts_wanted))
+            evolve(result, drafts=self._usable(proposals[row.sequence_id].token_ids, row.drafts_wanted))
+            if row.sequence_id in proposals
+            else result
             for row, result in zip(rows, results, strict=True)
         )
 

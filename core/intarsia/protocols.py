@@ -20,6 +20,7 @@ from intarsia.types import (
     CacheStats,
     Checkpoint,
     DecoderSpec,
+    Draft,
     EngineConfig,
     EngineOptions,
     Entered,
@@ -30,6 +31,7 @@ from intarsia.types import (
     Prompt,
     Provider,
     Request,
+    Row,
     RowResult,
     SamplingDefaults,
     SamplingParams,
@@ -78,7 +80,10 @@ __all__ = [
     "Selection",
     "SequenceProcessor",
     "SequenceView",
+    "StepCost",
+    "Target",
     "TokenizerView",
+    "Verified",
 ]
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
@@ -551,23 +556,89 @@ class Scheduler(Protocol):
 
 @frozen(kw_only=True)
 class DraftRequest:
-    """Ask for up to `wanted` guesses of what follows `token_ids`."""
+    """Ask for up to `wanted` guesses of what follows `token_ids`.
+
+    Attributes:
+        token_ids: prompt and accepted tokens; all but the last have their keys and values in the cache.
+        pages: the sequence's page table, one tuple a cache group.
+    """
 
     sequence_id: SequenceId
     token_ids: Sequence[int]
     wanted: int
+    pages: tuple[tuple[int, ...], ...] = ()
+
+
+@frozen(kw_only=True)
+class Verified:
+    """What became of one sequence's drafts: of `drafted` ids the first `accepted` were the target's own."""
+
+    sequence_id: SequenceId
+    drafted: int
+    accepted: int
+
+
+@frozen(kw_only=True)
+class StepCost:
+    """What a step took.
+
+    Attributes:
+        num_tokens: that ran, drafts among them.
+        target_s: seconds for running and choosing.
+        draft_s: seconds of the `propose` before it.
+    """
+
+    num_rows: int
+    num_tokens: int
+    target_s: float
+    draft_s: float
+
+
+class Target(Protocol):
+    """The model that drafts are for, as a drafter may use it."""
+
+    def guess(self, rows: Sequence[Row], num_layers: int) -> Draft:
+        """Run rows through the first layers and the head; return one id a row, chosen as its request would choose it.
+
+        Nothing is remembered but keys and values of these layers at the rows' positions, which whoever runs these
+        positions next writes anew.
+        """
+        ...
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens cheaply. Whatever it says, the output does not change."""
+    """Guesses the next tokens cheaply. Whatever it says, the output does not change.
 
-    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+    A subclass inherits all but `propose`.
+    """
+
+    def start(self, target: Target) -> None:
+        """Get ready: the target's weights are loaded. Called once, before any other method."""
+        del target
+
+    def enter(self, entered: Entered) -> None:
+        """Hear of a sequence when its first row comes, or its first after a preemption."""
+        del entered
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         """Return guesses for each request, possibly none. May keep state by sequence id."""
         ...
 
+    def observe(self, verified: Sequence[Verified], cost: StepCost) -> None:
+        """Hear what became of the drafts of a step, and what the step took. Called after each step with rows."""
+        del verified, cost
+
     def forget(self, sequence_id: SequenceId) -> None:
         """Drop state of a sequence that left."""
-        ...
+        del sequence_id
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return figures."""
+        return {}
+
+    def stop(self) -> None:
+        """Free what `start` took. Safe to call twice, and without a start."""
+        return
 
 
 class LogitsProcessor(Protocol):

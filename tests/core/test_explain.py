@@ -20,7 +20,8 @@ from intarsia.explain import explain
 from intarsia.hookspecs import hookimpl
 from intarsia.models.eager import EagerRunner
 from intarsia.plugins import Registry
-from intarsia.types import Fit, PluginsOptions, Provider, Unfit, Weight
+from intarsia.protocols import Drafter
+from intarsia.types import Draft, Fit, PluginsOptions, Provider, Unfit, Weight
 from models import tiny_llama
 
 SECTIONS = {"engine": {"dtype": "float32", "threads": 1}, "cache": CACHE}
@@ -40,8 +41,13 @@ def drafters(*providers: Provider) -> object:
     return types.SimpleNamespace(provide_drafters=hookimpl(lambda: list(providers)))
 
 
+class Guesser(Drafter):
+    def propose(self, requests):
+        return [Draft() for _ in requests]
+
+
 def drafter(key="guess", **fields) -> Provider:
-    part = types.SimpleNamespace(propose=lambda _: [], forget=lambda _: None)
+    part = Guesser()
     return Provider(**{"key": key, "summary": "guesses", "build": lambda _: part} | fields)
 
 

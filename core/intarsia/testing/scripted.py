@@ -13,8 +13,8 @@ from typing import Any
 from attrs import Factory, frozen
 
 from intarsia.hookspecs import hookimpl
-from intarsia.protocols import DraftRequest, PartContext, RunnerContext
-from intarsia.types import Fit, Provider, SequenceId, Unfit
+from intarsia.protocols import Drafter, DraftRequest, PartContext, RunnerContext
+from intarsia.types import Draft, Fit, Provider, SequenceId, Unfit
 
 
 @frozen(kw_only=True)
@@ -63,13 +63,13 @@ class _ScriptedRunner:
 
 
 @frozen
-class _ScriptedDrafter:
+class _ScriptedDrafter(Drafter):
     options: GuessOptions
     forgotten: list[SequenceId] = Factory(list)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         begins = [len(request.token_ids) - self.options.prompt_tokens for request in requests]
-        return [self.options.ids[begin : begin + self.options.k] for begin in begins]
+        return [Draft(self.options.ids[begin : begin + self.options.k]) for begin in begins]
 
     def forget(self, sequence_id: SequenceId) -> None:
         self.forgotten.append(sequence_id)

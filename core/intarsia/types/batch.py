@@ -137,6 +137,19 @@ class ForwardBatch:
         return len(self.starts)
 
 
+@frozen(eq=False)
+class Draft:
+    """Guesses of what follows a sequence.
+
+    Attributes:
+        token_ids: k ids, the first follows the sequence.
+        probabilities: (k, V), what each was drawn from, for verification by rejection; None is certainty.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    probabilities: torch.Tensor | None = None
+
+
 @frozen(kw_only=True)
 class RowResult:
     """What a step chose for one row.

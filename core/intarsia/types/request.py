@@ -12,7 +12,7 @@ from attrs import Attribute, evolve, field, fields, frozen
 from intarsia.errors import InvalidRequestError
 from intarsia.types.chat import Chat, Message, shown
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "deadline"]
 #: Text, token ids, or the messages of a chat, alone or with its tools and template variables.
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Chat
 
@@ -76,6 +76,8 @@ def _as_ids(value: Any) -> Any:
     return tuple(_as_plain(token) for token in _as_tuple(value))
 
 
+#: Of an id that is written as a text.
+_MAX_DIGITS = 20
 #: Further than this, a bias decides alone, and sums with it lose the logits' own bits.
 _MAX_BIAS = 1e4
 
@@ -85,7 +87,9 @@ def _as_biases(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {
-        int(token) if isinstance(token, str) and token.isdecimal() else _as_plain(token): _as_plain(bias)
+        int(token)
+        if isinstance(token, str) and token.isdecimal() and len(token) < _MAX_DIGITS
+        else _as_plain(token): _as_plain(bias)
         for token, bias in value.items()
     }
 
