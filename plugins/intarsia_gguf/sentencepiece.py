@@ -14,6 +14,8 @@ from intarsia_gguf.vocabulary import SCORES, TOKENS, TokenType, Vocabulary
 _SPACE = "\u2581"
 _SPACE_PREFIX = "tokenizer.ggml.add_space_prefix"
 _UNKNOWN = "tokenizer.ggml.unknown_token_id"
+#: Phi-3's tokens that leave the white space behind them alone.
+_PHI3_KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 # Several times what public models have; the work grows with length times number.
 _MAX_PIECE = 512
 _MAX_CHARACTERS = 1 << 23
@@ -36,7 +38,7 @@ def sentencepiece_definition(metadata: Metadata, vocabulary: Vocabulary) -> dict
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": vocabulary.added_tokens(),
+        "added_tokens": _added_tokens(metadata, vocabulary),
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "post_processor": None,
@@ -56,6 +58,17 @@ def sentencepiece_definition(metadata: Metadata, vocabulary: Vocabulary) -> dict
             "merges": _merges(metadata, vocabulary),
         },
     }
+
+
+def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Return the tokens that are matched whole. Phi-3's take the white space behind them along.
+
+    The file does not say so; llama.cpp knows it by the model's name.
+    """
+    added = vocabulary.added_tokens()
+    if metadata.text("general.architecture", default="") == "phi3":
+        return [token | {"rstrip": token["content"] not in _PHI3_KEEPS_SPACE} for token in added]
+    return added
 
 
 def _merges(metadata: Metadata, vocabulary: Vocabulary) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """GGUF files of every family against transformers: tiny random models, written as llama.cpp's converter does."""
 
 import random
+import re
 
 import attrs
 import numpy as np
@@ -22,10 +23,16 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engines import engine_of
 from families import CAPS, EXPERTS, GPT2, GRANITE, LONGROPE, ORIGINAL, QWEN3_MOE, SMALL, Case, saved
+from intarsia.errors import CheckpointError
 from intarsia.testing import prompt_logits
+from intarsia_gguf.checkpoint import GgufLoader
+from intarsia_gguf.config import _fraction
+from intarsia_gguf.fields import FIELDS
+from intarsia_gguf.metadata import Metadata
 from tools.gguf_models import save_as, write_gguf
 
 GEMMA = SMALL | {"num_hidden_layers": 7, "head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 8}
@@ -42,6 +49,9 @@ LAYERED = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+
+#: What transformers' own loader of GGUF files can read.
+LOADED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "gpt2")
 
 
 @attrs.frozen
@@ -148,3 +158,134 @@ def test_logits_of_a_quantized_file_equal_those_of_its_dequantized_weights(tiny,
     expected = reference(model)
     assert float((logits_of(tmp_path / "model.gguf") - expected).abs().max()) <= 1e-4
     assert float((reference(tiny.model) - expected).abs().max()) > 1e-3
+
+
+def test_our_files_mean_the_same_to_the_loader_of_transformers(tiny, tmp_path):
+    """So how the tests write them is not only our reading of llama.cpp's converter."""
+    if tiny.written.edit or tiny.model.config.model_type not in LOADED:
+        pytest.skip("transformers does not load it")
+    tiny.write(tmp_path / "model.gguf")
+    expected = tiny.model.state_dict()
+    found = load_gguf_checkpoint(tmp_path / "model.gguf", return_tensors=True, model_to_load=tiny.model)["tensors"]
+    assert len(found) >= len(expected) - tiny.model.config.tie_word_embeddings
+    for name, values in found.items():
+        # The norms of Gemma come back from around 1.
+        assert torch.allclose(values, expected[name], rtol=0, atol=1e-6), name
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Name of a case -> the folder that it is saved in, when it is asked for."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("refused")
+            saved(next(one.case for one in CASES if one.case.name == name), made[name])
+        return made[name]
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, metadata, said",
+    [
+        ("qwen2", {"expert_count": 4}, "qwen2.expert_count' is 4, but models of this architecture have no experts"),
+        ("qwen3moe", {"expert_count": 0}, "qwen3moe.expert_count' is 0, but models of this architecture have experts"),
+        ("mixtral", {"expert_count": 5000}, "llama.expert_count' is 5000"),
+        ("mixtral", {"expert_used_count": None}, "llama.expert_used_count"),
+        ("qwen3moe", {"expert_weights_scale": 2.5}, "only 0.0 or 1.0 is supported"),
+        ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func"),
+        ("qwen2", {"attention.sliding_window": 8}, "qwen2.attention.sliding_window"),
+        ("olmo2", {"attention.sliding_window": 8}, "olmo2.attention.sliding_window"),
+        ("qwen3", {"attention.scale": 0.5}, "qwen3.attention.scale"),
+        ("qwen3", {"rope.dimension_count": 8}, "qwen3.rope.dimension_count"),
+        ("granite", {"logit_scale": None}, "granite.logit_scale"),
+        ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned"),
+        ("phi2", {"use_parallel_residual": False}, "phi2.use_parallel_residual"),
+        ("phi2", {"rope.dimension_count": 5}, "phi2.rope.dimension_count' is 5, an odd number"),
+        ("phi2", {"rope.dimension_count": 18}, "phi2.rope.dimension_count"),
+        ("gemma2", {"rope.freq_base_swa": 5e5}, "gemma2.rope.freq_base_swa"),
+        ("gemma2", {"attention.sliding_window_pattern": [True, False]}, "has 2 items, but there are 7 layers"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping"),
+        ("phi3 with longrope", {"rope.scaling.attn_factor": None}, "phi3.rope.scaling.attn_factor"),
+        ("phi3 with longrope", {"rope.scaling.original_context_length": None}, "original_context_length"),
+        ("phi3 with longrope", {"rope.scaling.type": "yarn"}, "beside longrope's tensors"),
+        ("phi3 with longrope", {"rope.scaling.factor": 4.0}, "phi3.rope.scaling.factor"),
+        ("phi3 with longrope", {"rope.dimension_count": 8}, "has the shape (6,); longrope needs (4,)"),
+        ("phi3", {"rope.scaling.attn_factor": 1.2}, "phi3.rope.scaling.attn_factor"),
+        ("gpt2", {"attention.layer_norm_epsilon": None}, "gpt2.attention.layer_norm_epsilon"),
+    ],
+)
+def test_metadata_that_the_family_cannot_express_is_refused_by_name(name, metadata, said, folders, tmp_path):
+    write_gguf(folders(name), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(CheckpointError) as caught:
+        GgufLoader(tmp_path / "model.gguf").open()
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "edit, said",
+    [
+        (lambda tensors: tensors | {"rope_freqs.weight": np.full(6, 2.0)}, "'rope_freqs.weight' is there beside"),
+        (
+            lambda tensors: {name: values for name, values in tensors.items() if "short" not in name},
+            "'rope_factors_short.weight' is missing",
+        ),
+    ],
+)
+def test_half_of_longrope_is_refused(edit, said, folders, tmp_path):
+    write_gguf(folders("phi3 with longrope"), tmp_path / "model.gguf", edit=edit)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        GgufLoader(tmp_path / "model.gguf").open()
+
+
+# --- what files leave out ---------------------------------------------------------------------------------------------
+
+
+def config_of(folder, path, metadata=None):
+    write_gguf(folder, path, metadata=metadata)
+    return GgufLoader(path).open().config
+
+
+def test_keys_that_are_absent_have_llama_cpps_defaults(folders, tmp_path):
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention.sliding_window": None}
+    gemma2 = config_of(folders("gemma2"), tmp_path / "gemma2.gguf", caps)
+    assert (gemma2["attn_logit_softcapping"], gemma2["final_logit_softcapping"]) == (50.0, 30.0)
+    assert gemma2["sliding_window"] == 4096
+    zero = config_of(folders("gemma2"), tmp_path / "zero.gguf", {"attn_logit_softcapping": 0.0})
+    assert zero["attn_logit_softcapping"] is None
+    scales = {"attention.scale": None, "embedding_scale": 0.0, "residual_scale": None}
+    granite = config_of(folders("granite"), tmp_path / "granite.gguf", scales)
+    assert granite["attention_multiplier"] == 16**-0.5
+    assert (granite["embedding_multiplier"], granite["residual_multiplier"]) == (1.0, 1.0)
+
+
+def test_a_pattern_may_be_a_period_or_a_list(folders, tmp_path):
+    types = {True: "sliding_attention", False: "full_attention"}
+    listed = [True, False, False, True, True, False, True]
+    for number, (pattern, slides) in enumerate(
+        [(0, [True] * 7), (1, [False] * 7), (3, [True, True, False] * 2 + [True]), (listed, listed)]
+    ):
+        keys = {"attention.sliding_window_pattern": pattern}
+        config = config_of(folders("gemma3"), tmp_path / f"{number}.gguf", keys)
+        assert config["layer_types"] == [types[one] for one in slides]
+
+
+@pytest.mark.parametrize("model_type, largest", [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_27bs_of_gemma_divide_scores_by_their_own_width(model_type, largest):
+    """Published configs: 4608 / 32 = 144 and 5376 / 32 = 168, where heads have 128 dimensions; the others 256."""
+    common = {"hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "rope_parameters": {"rope_theta": 1e4}}
+    for layers, expected in ((largest, 168), (largest - 1, 128)):
+        found = FIELDS[model_type](Metadata("", {}), model_type, common | {"num_hidden_layers": layers})
+        assert found["query_pre_attn_scalar"] == expected
+
+
+def test_a_part_of_a_head_survives_being_a_fraction():
+    """int(44 * (30 / 44)) is 29 in binary; every even part of heads up to 256 comes back."""
+    for head_dim in range(2, 258, 2):
+        for dim in range(2, head_dim + 2, 2):
+            assert int(head_dim * _fraction(dim, head_dim)) == dim

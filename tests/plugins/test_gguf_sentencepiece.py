@@ -23,7 +23,7 @@ CORPUS = [
 ]
 
 
-def train(add_prefix):
+def train(add_prefix, **options):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS * 20),
@@ -38,6 +38,7 @@ def train(add_prefix):
         allow_whitespace_only_pieces=True,
         hard_vocab_limit=False,
         minloglevel=2,
+        **options,
     )
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
@@ -68,10 +69,16 @@ def metadata(processor, **values):
     return {f"tokenizer.ggml.{name}": value for name, value in own.items()}
 
 
-def read_spec(path, processor, **values):
+def read_spec(path, processor, *, architecture="llama", **values):
     size = processor.get_piece_size()
     tensors = [("token_embd.weight", (size, gb.HIDDEN), gb.T_F32, bytes(size * gb.HIDDEN * 4)), *gb.tiny_tensors()[1:]]
-    path.write_bytes(gb.tiny_file(metadata(processor, **values), tensors))
+    own = {
+        f"{architecture}.{name.partition('.')[2]}": value
+        for name, value in gb.tiny_metadata().items()
+        if name.startswith("llama.")
+    }
+    own["general.architecture"] = (gb.STRING, architecture)
+    path.write_bytes(gb.tiny_file({**own, **metadata(processor, **values)}, tensors))
     return GgufLoader(path).open().tokenizer()
 
 
@@ -111,6 +118,45 @@ def test_without_a_space_prefix_ids_equal_a_model_without_one(tmp_path):
     tokenizer = Tokenizer.from_str(spec.definition)
     assert [text for text in sample() if tokenizer.encode(text).ids != bare.encode(text)] == []
     assert all(tokenizer.decode(tokenizer.encode(text).ids) == text for text in sample())
+
+
+def test_runs_of_white_space_that_are_tokens_as_gemmas_are_matched_whole(tmp_path):
+    """llama.cpp's converter marks them as user-defined, and writes their spaces as such."""
+    runs = ["\u2581\u2581", "\u2581\u2581\u2581", "\n", "\n\n", "\t"]
+    gemma = train(add_prefix=False, user_defined_symbols=runs)
+    found = metadata(gemma)
+    tokens, kinds = (list(found[f"tokenizer.ggml.{name}"][1][1]) for name in ("tokens", "token_type"))
+    for run in runs:
+        kinds[gemma.piece_to_id(run)] = 4
+        tokens[gemma.piece_to_id(run)] = run.replace("\u2581", " ")
+    spec = read_spec(
+        tmp_path / "spm.gguf",
+        gemma,
+        add_space_prefix=(gb.BOOL, False),
+        tokens=(gb.ARRAY, (gb.STRING, tokens)),
+        token_type=(gb.ARRAY, (gb.I32, kinds)),
+    )
+    tokenizer = Tokenizer.from_str(spec.definition)
+    cases = ["a  b", "   fox\n\n\tdog", "\n\n\n", "def add(a, b):\n  return a + b", " the fox", "ends in two  "]
+    for text in [*cases, *sample()]:
+        assert tokenizer.encode(text).ids == gemma.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_phi3s_special_tokens_take_the_white_space_behind_them_along(processor, tmp_path):
+    """As its own tokenizer.json says, and llama.cpp has it: a turn is `<|user|>`, a line feed and the text."""
+    marks = {3: "<|user|>", 4: "<|end|>", 5: "<|endoftext|>"}
+    found = metadata(processor)
+    tokens, kinds = (list(found[f"tokenizer.ggml.{name}"][1][1]) for name in ("tokens", "token_type"))
+    for index, text in marks.items():
+        tokens[index], kinds[index] = text, 3
+    values = {"tokens": (gb.ARRAY, (gb.STRING, tokens)), "token_type": (gb.ARRAY, (gb.I32, kinds))}
+    plain = Tokenizer.from_str(read_spec(tmp_path / "llama.gguf", processor, **values).definition)
+    phi3 = Tokenizer.from_str(read_spec(tmp_path / "phi3.gguf", processor, architecture="phi3", **values).definition)
+    fox = plain.encode("fox").ids
+    assert phi3.encode("<|user|>\nfox<|end|> \n<|endoftext|>").ids == [3, *fox, 4, 5]
+    assert phi3.encode("<|endoftext|>\nfox").ids == plain.encode("<|endoftext|>\nfox").ids
+    assert plain.encode("<|user|>\nfox").ids != [3, *fox]
 
 
 def test_special_tokens_in_a_text_are_taken_as_such(tokenizer, processor):

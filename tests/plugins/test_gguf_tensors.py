@@ -1,6 +1,7 @@
 """Reading tensors: every format, the order of rows in heads, bounded memory, SmolLM2 against transformers."""
 
 import os
+import re
 import threading
 import time
 
@@ -9,7 +10,7 @@ import psutil
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import _type_traits, dequantize
+from gguf.quants import _type_traits, dequantize, quantize
 
 from intarsia.errors import CheckpointError
 from intarsia_gguf.checkpoint import GgufLoader
@@ -84,6 +85,79 @@ def test_a_target_that_is_not_contiguous_is_filled(tmp_path):
     out = torch.zeros(257, 300).T
     tensor.read(out)
     assert torch.equal(out, torch.from_numpy(values))
+
+
+def test_a_matrix_that_is_stored_the_other_way_round_is_turned(tmp_path):
+    # More rows than one block holds.
+    values = np.random.default_rng(6).standard_normal((300, 256)).astype("<f4")
+    raw = quantize(values, GGMLQuantizationType.Q8_0)
+    keys = {f"gpt2.{name.partition('.')[2]}": value for name, value in gb.tiny_metadata().items() if "llama." in name}
+    keys["general.architecture"] = (gb.STRING, "gpt2")
+    keys["gpt2.attention.layer_norm_epsilon"] = (gb.F32, 1e-5)
+    path = tmp_path / "model.gguf"
+    stored = ("blk.0.attn_qkv.weight", values.shape, gb.T_Q8_0, raw.tobytes())
+    path.write_bytes(gb.tiny_file(keys, [*gb.tiny_tensors()[:1], stored]))
+    tensor = GgufLoader(path).open().tensors["transformer.h.0.attn.c_attn.weight"]
+    assert (tensor.shape, tensor.num_bytes) == ((256, 300), len(raw.tobytes()))
+    expected = torch.from_numpy(dequantize(raw, GGMLQuantizationType.Q8_0)).T
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(read(tensor, dtype), expected.to(dtype))
+
+
+def open_mixture(tmp_path, tensors, num_experts=3):
+    keys = {"llama.expert_count": (gb.U32, num_experts), "llama.expert_used_count": (gb.U32, 2)}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gb.tiny_file(keys, [*without_attention(), *tensors]))
+    return GgufLoader(path).open().tensors
+
+
+def without_attention():
+    return [tensor for tensor in gb.tiny_tensors() if ".attn_" not in tensor[0]]
+
+
+def test_each_expert_of_a_stack_is_a_tensor(tmp_path):
+    # More rows than one block holds.
+    values = np.random.default_rng(7).standard_normal((3, 300, 256)).astype("<f4")
+    raw = quantize(values, GGMLQuantizationType.Q8_0)
+    expected = torch.from_numpy(dequantize(raw, GGMLQuantizationType.Q8_0))
+    stacks = {
+        "ffn_gate_exps": ("w1",),
+        "ffn_down_exps": ("w2",),
+        "ffn_up_exps": ("w3",),
+        "ffn_gate_up_exps": ("w1", "w3"),
+    }
+    for stack, names in stacks.items():
+        tensors = open_mixture(tmp_path, [(f"blk.0.{stack}.weight", values.shape, gb.T_Q8_0, raw.tobytes())])
+        for expert in range(3):
+            for name, half in zip(names, expected[expert].chunk(len(names)), strict=True):
+                tensor = tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight"]
+                assert torch.equal(read(tensor), half)
+                assert tensor.num_bytes == raw.nbytes // 3 // len(names)
+
+
+@pytest.mark.parametrize(
+    "name, shape, kind, said",
+    [
+        ("ffn_gate_exps", (2, 4, 8), gb.T_F32, "not the matrices of 3 experts"),
+        ("ffn_gate_exps", (12, 8), gb.T_F32, "not the matrices of 3 experts"),
+        ("ffn_gate_up_exps", (3, 5, 8), gb.T_F32, "not the matrices of 3 experts"),
+        ("attn_qkv", (15, 8), gb.T_F32, "has 15 rows, not the 16 of attn_q, attn_k, attn_v"),
+    ],
+)
+def test_a_stack_of_another_shape_is_refused(name, shape, kind, said, tmp_path):
+    tensor = (f"blk.0.{name}.weight", shape, kind, bytes(4 * int(np.prod(shape))))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+        open_mixture(tmp_path, [tensor])
+    assert f"blk.0.{name}.weight" in str(caught.value)
+
+
+def test_a_quantized_bias_that_cannot_be_cut_is_refused(tmp_path):
+    raw = quantize(np.zeros((1, 32), "<f4"), GGMLQuantizationType.Q8_0).tobytes()
+    path = tmp_path / "model.gguf"
+    keys = {"llama.attention.key_length": (gb.U32, 8), "llama.attention.value_length": (gb.U32, 8)}
+    path.write_bytes(gb.tiny_file(keys, [*without_attention(), ("blk.0.attn_qkv.bias", (32,), gb.T_Q8_0, raw)]))
+    with pytest.raises(CheckpointError, match=r"'blk.0.attn_qkv.bias' is Q8_0, whose groups of 32 numbers"):
+        GgufLoader(path).open()
 
 
 def as_llama_cpp_orders(weight, num_heads):
