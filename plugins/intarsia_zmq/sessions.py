@@ -169,6 +169,17 @@ class Sessions:
         session.heard_at = self.clock()
         return session
 
+    def at(self, connection: bytes) -> Session | None:
+        """Return the session of a connection that says nothing now; None where it has none."""
+        return self._by_connection.get(connection)
+
+    def expel(self, allowed: Callable[[str], bool]) -> list[Session]:
+        """End, at once, the sessions of users that are not allowed any more; return them."""
+        expelled = [session for session in self._by_token.values() if not allowed(session.user)]
+        for session in expelled:
+            self.end(session)
+        return expelled
+
     def lost(self, connection: bytes) -> None:
         """A connection is closed: its client is gone, and may return to its requests. An unknown one is ignored."""
         session = self._by_connection.pop(connection, None)
@@ -239,6 +250,10 @@ class Sessions:
         """Return the stream of a request that the engine knows by this id; None where nobody waits for it."""
         found = self._by_key.get(key)
         return None if found is None else found[1]
+
+    def owner(self, key: str) -> tuple[Session, Stream] | None:
+        """Return whose request it is that the engine knows by this id; None where nobody waits for it."""
+        return self._by_key.get(key)
 
     def credit(self, session: Session, request_id: str, received: int, upto: int) -> list[Frames]:
         """Take a `credit` and return what may be sent now. One of an unknown request is ignored: it may have ended.
