@@ -82,6 +82,7 @@ class Sequence:
             token_ids=tuple(self.token_ids),
             num_prompt=self.num_prompt,
             stop_ids=self.stop_ids,
+            salt=self.salt,
         )
 
     def begin(self, row: Row, now: float) -> None:

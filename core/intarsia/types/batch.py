@@ -63,6 +63,7 @@ class Entered:
         token_ids: the prompt and, after a preemption, what was generated before it.
         num_prompt: how many of them are the prompt.
         stop_ids: ids that end it.
+        salt: what is kept of it may serve sequences of an equal salt alone.
     """
 
     sequence_id: SequenceId
@@ -71,6 +72,7 @@ class Entered:
     token_ids: tuple[int, ...]
     num_prompt: int
     stop_ids: frozenset[int] = frozenset()
+    salt: str = ""
 
 
 @frozen
