@@ -21,7 +21,7 @@ class Proxy:
         self._target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
-        self.address = "tcp://127.0.0.1:{}".format(self._listener.getsockname()[1])
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.accepting, self.bytes_left, self.connections = True, None, 0
         self.stopped = threading.Event()
         self._cut = threading.Event()
