@@ -103,18 +103,23 @@ _OPENAI = PreTokenizer(splits=(_GPT4O,))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     # What llama.cpp does where a file does not say.
     "default": PreTokenizer(splits=(_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "trillion", "granite-docling"), _PLAIN),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "exaone4", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum"), _PLAIN
+    ),
     # Built on GPT-NeoX's tokenizer, which composes.
     **dict.fromkeys(("olmo", "mpt"), _PLAIN_NFC),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     "command-r": PreTokenizer(digits=True, gpt2=True, nfc=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3_BOS),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0"), _LLAMA3_BOS
+    ),
+    # dbrx is what OLMo 2 and Phi-4 have, refact Granite 3.
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(splits=(_LLAMA3,))),
     "qwen2": PreTokenizer(splits=(_QWEN2,), nfc=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2"), _QWEN),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "grok-2", "kormo", "f2llmv2"), _QWEN),
     "qwen35": PreTokenizer(splits=(_QWEN35,), nfc=True),
     "tekken": PreTokenizer(splits=(_TEKKEN,), ignore_merges=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _OPENAI),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), _OPENAI),
     "seed-coder": PreTokenizer(splits=(_SEED_CODER,)),
     "falcon": PreTokenizer(splits=(_PUNCTUATION, _GPT2, "[0-9][0-9][0-9]")),
     "deepseek-coder": PreTokenizer(splits=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),

@@ -32,6 +32,7 @@ from intarsia.testing import prompt_logits
 from intarsia_gguf.checkpoint import GgufLoader
 from intarsia_gguf.config import _fraction
 from intarsia_gguf.fields import FIELDS
+from intarsia_gguf.header import read_header
 from intarsia_gguf.metadata import Metadata
 from tools.gguf_models import save_as, write_gguf
 
@@ -262,6 +263,33 @@ def test_keys_that_are_absent_have_llama_cpps_defaults(folders, tmp_path):
     granite = config_of(folders("granite"), tmp_path / "granite.gguf", scales)
     assert granite["attention_multiplier"] == 16**-0.5
     assert (granite["embedding_multiplier"], granite["residual_multiplier"]) == (1.0, 1.0)
+    experts = config_of(folders("qwen3moe"), tmp_path / "experts.gguf", {"expert_feed_forward_length": None})
+    assert experts["moe_intermediate_size"] == 96 // 3
+    phi3 = config_of(folders("phi3"), tmp_path / "phi3.gguf", {"rope.scaling.original_context_length": None})
+    assert phi3["original_max_position_embeddings"] == phi3["max_position_embeddings"] == 128
+    bases = {"rope.freq_base": None, "rope.freq_base_swa": None}
+    for keys, expected in ((bases, 10_000.0), ({"rope.freq_base_swa": 5000.0}, 5000.0)):
+        gemma3 = config_of(folders("gemma3"), tmp_path / f"gemma3-{expected}.gguf", keys)
+        assert gemma3["rope_parameters"]["sliding_attention"]["rope_theta"] == expected
+
+
+def test_damaged_headers_give_a_checkpoint_error_or_a_model(tiny, tmp_path):
+    path = tmp_path / "model.gguf"
+    tiny.write(path)
+    raw, generator = path.read_bytes(), random.Random(tiny.written.case.name)
+    first = min(info.offset for info in read_header(path).tensors)
+    outcomes = set()
+    for _ in range(100):
+        damaged = bytearray(raw)
+        for _ in range(generator.choice((1, 2, 4))):
+            damaged[generator.randrange(24, first)] = generator.choice((0, 1, 255, generator.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            outcomes.add(GgufLoader(path).open().config["model_type"])
+        except CheckpointError as error:
+            assert str(path) in str(error)
+            outcomes.add("refused")
+    assert len(outcomes) > 1
 
 
 def test_a_pattern_may_be_a_period_or_a_list(folders, tmp_path):
