@@ -1,1 +1,38 @@
 """Intarsia over ZeroMQ: messages, sessions, fair admission. docs/wire-protocol.md says what goes over the wire."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from intarsia.hookspecs import hookimpl
+from intarsia.types import Fit, Provider, lazy
+from intarsia_zmq.options import ZmqOptions
+
+if TYPE_CHECKING:
+    from intarsia_zmq.aio import AsyncClient as AsyncClient
+    from intarsia_zmq.client import Client as Client
+
+#: Where the clients are; they are imported when they are asked for.
+_CLIENTS = {"Client": "client", "AsyncClient": "aio"}
+
+
+def __getattr__(name: str) -> Any:
+    module = _CLIENTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+@hookimpl
+def provide_frontends() -> list[Provider]:
+    """The server."""
+    return [
+        Provider(
+            key="zmq",
+            summary="msgpack over ZeroMQ: many clients at once, fair, resumable, with keys beyond this machine",
+            options=ZmqOptions,
+            fit=lambda _: Fit(50, "serves clients in any language"),
+            build=lazy("intarsia_zmq.frontend:build"),
+        )
+    ]

@@ -1,0 +1,151 @@
+"""The control socket: its messages have the form of all others and need no session."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import define, evolve
+
+from intarsia.errors import IntarsiaError, InvalidRequestError
+from intarsia_zmq.dispatch import Dispatch
+from intarsia_zmq.engine_loop import Admit
+from intarsia_zmq.errors import UnsupportedError
+from intarsia_zmq.limits import WireLimits
+from intarsia_zmq.messages import error_message
+from intarsia_zmq.verbs import wrong
+from intarsia_zmq.wire import Frames, Message, decode, encode
+
+log = logging.getLogger("intarsia.zmq")
+
+_LEVELS = ("debug", "info", "warning", "error")
+_SECONDS = ("grace_s", "stall_timeout_s")
+_SESSION_COUNTS = ("buffer_bytes", "client_bytes")
+_LIMITS = ("sessions", "requests", "requests_of_client", "questions_of_client", "waiting_bytes")
+
+
+@define(eq=False, kw_only=True)
+class Control:
+    """Answers whoever may open the control socket: this machine's users, or for ipc its owner alone.
+
+    Attributes:
+        dispatch: the server's clients.
+        reread_keys: looks at the folder of clients' keys at once.
+        send: gives frames to a connection: (connection, frames, keep).
+        wire: how large messages may be.
+    """
+
+    dispatch: Dispatch
+    reread_keys: Callable[[], None]
+    send: Callable[..., None]
+    wire: WireLimits
+
+    def receive(self, connection: bytes, frames: Frames) -> None:
+        """Take a message and answer it; nothing that it holds raises."""
+        message = Message("")
+        try:
+            (message,) = decode(frames, self.wire)
+            answer = self._answer(message)
+        except IntarsiaError as error:
+            answer = error_message(error, message.id)
+        except Exception as error:
+            log.exception("a message of kind %.64r could not be handled", message.kind)
+            answer = error_message(error, message.id)
+        self.send(connection, encode(answer), keep=False)
+
+    def _answer(self, message: Message) -> Message:
+        lifecycle, kind = self.dispatch.lifecycle, message.kind
+        if kind == "reload":
+            return Message("reloaded", message.id, 0, self._reload(message.body))
+        if kind == "shutdown":
+            now = message.body.get("now", False)
+            if not isinstance(now, bool):
+                raise wrong("now", now, "true or false")
+            lifecycle.stop(now=now)
+        elif kind == "drain":
+            lifecycle.drain()
+        elif kind == "pause":
+            if lifecycle.draining:
+                raise InvalidRequestError("pause: the server drains; resume it first")
+            lifecycle.pause()
+        elif kind == "resume":
+            lifecycle.resume()
+        elif kind == "ping":
+            body = {"echo": message.body, "step_age_s": lifecycle.step_age_s, "state": lifecycle.state}
+            return Message("pong", message.id, 0, body)
+        elif kind != "status":
+            known = "status, drain, pause, resume, reload, shutdown, ping"
+            raise UnsupportedError(f"kind: {kind!r} is nothing that control knows; {known} are", field="kind")
+        if kind != "status":
+            log.info("control: %s; the server is %s", kind, lifecycle.state)
+        return Message("status", message.id, 0, self.dispatch.figures())
+
+    # --- reload -------------------------------------------------------------------------------------------------------
+
+    def _reload(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Apply those options that can change while clients are here; name the others.
+
+        Raises:
+            InvalidRequestError: a value is wrong; then nothing has changed.
+        """
+        options = body.get("options", {})
+        if not isinstance(options, dict):
+            raise wrong("options", options, "a map of the frontend's options")
+        limits = options.get("limits", {})
+        if not isinstance(limits, dict):
+            raise wrong("options.limits", limits, "a map")
+        said = {key: value for key, value in options.items() if key != "limits"}
+        said |= {f"limits.{key}": value for key, value in limits.items()}
+        changes = [change for path, value in said.items() if (change := self._change(path, value)) is not None]
+        for change in changes:
+            change()
+        self.reread_keys()
+        applied = [path for path in said if _is_safe(path)]
+        log.info("control: reload; applied: %s", ", ".join(applied) or "keys alone")
+        return {"applied": applied, "restart": [path for path in said if not _is_safe(path)]}
+
+    def _change(self, path: str, value: Any) -> Callable[[], None] | None:
+        """Return what applies an option; None where that takes a restart."""
+        if not _is_safe(path):
+            return None
+        if path == "log_level":
+            if value not in _LEVELS:
+                raise wrong(f"options.{path}", value, f"one of {', '.join(_LEVELS)}")
+            return lambda: log.setLevel(value.upper())
+        whole = path not in (*_SECONDS, "alive_timeout_s")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < 2**53:
+            raise wrong(f"options.{path}", value, "a whole number from 1" if whole else "a number of seconds above 0")
+        return lambda: self._set(path, value)
+
+    def _set(self, path: str, value: Any) -> None:
+        dispatch, sessions = self.dispatch, self.dispatch.sessions
+        name = path.removeprefix("limits.")
+        if name in (*_SECONDS, *_SESSION_COUNTS, "sessions"):
+            sessions.limits = evolve(sessions.limits, **{name: value})
+        elif name == "alive_timeout_s":
+            dispatch.lifecycle.alive_timeout_s = value
+        elif name == "requests_of_client":
+            sessions.offered = evolve(sessions.offered, requests=value)
+            self._admit(waiting_of_client=value)
+        elif name == "requests":
+            dispatch.max_requests = value
+            self._admit(waiting=value)
+        elif name == "questions_of_client":
+            dispatch.max_questions = value
+        else:
+            assert name == "waiting_bytes"
+            dispatch.max_waiting_bytes = value
+
+    def _admit(self, **changed: int) -> None:
+        dispatch = self.dispatch
+        dispatch.admission = evolve(dispatch.admission, **changed)
+        dispatch.lifecycle.loop.post(Admit(dispatch.admission))
+
+
+def _is_safe(path: str) -> bool:
+    """Whether an option can change while clients are here: none was told of it, and no socket stands on it."""
+    name = path.removeprefix("limits.")
+    if path.startswith("limits."):
+        return name in _LIMITS
+    return name in (*_SECONDS, *_SESSION_COUNTS, "alive_timeout_s", "log_level")
