@@ -14,7 +14,7 @@ from attrs import define, field
 
 from intarsia.errors import IntarsiaError
 from intarsia.types import Completion, Message, Output, Prompt, Request, SamplingParams
-from intarsia_zmq.answers import Answer, Asking, Pong, completion, is_one
+from intarsia_zmq.answers import Answer, Asking, Gathering, Pong, is_one
 from intarsia_zmq.calls import Call, Event, Events
 from intarsia_zmq.client import DEFAULT_ADDRESS
 from intarsia_zmq.link import Address, link
@@ -24,26 +24,26 @@ from intarsia_zmq.requests import Generate
 
 @define(eq=False)
 class _Inbox:
-    """What has come for one request, and who waits for more. The event loop's thread alone touches it."""
+    """What has come for one request, and who waits for more; the event loop's thread alone touches it."""
 
-    events: list[Event] = field(factory=list)
+    arrived: list[tuple[str, list[Event]]] = field(factory=list)
     waiter: asyncio.Future[None] | None = None
 
-    def put(self, events: list[Event]) -> None:
-        self.events += events
+    def put(self, name: str, events: list[Event]) -> None:
+        self.arrived.append((name, events))
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
-    async def get(self) -> list[Event]:
-        """Return what has come, at least one event."""
-        while not self.events:
+    async def get(self) -> list[tuple[str, list[Event]]]:
+        """Return what has come, at least one: (request id, its events)."""
+        while not self.arrived:
             self.waiter = asyncio.get_running_loop().create_future()
             try:
                 await self.waiter
             finally:
                 self.waiter = None
-        events, self.events = self.events, []
-        return events
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
 
 class AsyncClient:
@@ -121,13 +121,19 @@ class AsyncClient:
         """Answer a prompt; or prompts, at once and in their order. Args and errors are those of `Client.generate`."""
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "deadline_s": deadline_s}
         asked = self._asking.many(prompt, params, **options)
-        streams: list[AsyncOutputStream] = []
+        gathering, inbox = Gathering(self._asking), _Inbox()
         try:
-            streams += [self._start(each) for each in asked]
-            made = [await stream.completion() for stream in streams]
+            for each in asked:
+                gathering.add(each.request)
+                self._start(each, inbox)
+            while not gathering.ended:
+                for name, said in await inbox.get():
+                    gathering.take(name, said)
         finally:
-            for stream in streams:
-                stream.close()
+            for name in gathering.names:
+                self._inboxes.pop(name, None)
+            gathering.cancel()
+        made = gathering.completions()
         return made[0] if is_one(prompt) else made
 
     def stream(
@@ -143,7 +149,9 @@ class AsyncClient:
         asked = self._asking.one(
             prompt, params, stream=True, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s
         )
-        return self._start(asked)
+        inbox = _Inbox()
+        self._start(asked, inbox)
+        return AsyncOutputStream(self._asking, asked.request, self._inboxes, inbox)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -194,19 +202,18 @@ class AsyncClient:
             for name, said in arrived[0].items():
                 inbox = inboxes.get(name)
                 if inbox is not None:
-                    inbox.put(said)
+                    inbox.put(name, said)
             arrived.popleft()
 
-    def _start(self, asked: Generate) -> AsyncOutputStream:
+    def _start(self, asked: Generate, inbox: _Inbox) -> None:
         name = asked.request.request_id
         call = Call.of(asked, time.monotonic())
-        inbox = self._inboxes[name] = _Inbox()
+        self._inboxes[name] = inbox
         try:
             self._link.post(self._link.connection.start, call)
         except BaseException:
             self._inboxes.pop(name, None)
             raise
-        return AsyncOutputStream(self._asking, asked.request, self._inboxes, inbox)
 
     async def _ask(self, kind: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         name = self._link.new_name()
@@ -214,7 +221,7 @@ class AsyncClient:
         inbox = self._inboxes[name] = _Inbox()
         try:
             self._link.post(self._link.connection.ask, name, question)
-            (event,) = await inbox.get()
+            ((_, (event,)),) = await inbox.get()
         except BaseException:
             self._link.tell(self._link.connection.cancel, name)
             raise
@@ -268,12 +275,6 @@ class AsyncOutputStream:
                 raise
         return ready.popleft()
 
-    async def completion(self) -> Completion:
-        """Return all that comes, put together; of a stream of which nothing was read."""
-        outputs = [output async for output in self]
-        assert self._answer.done is not None
-        return completion(self._request, outputs, self._answer.done)
-
     def close(self) -> None:
         """Cancel what is not finished. Safe to call twice."""
         if self._closed:
@@ -294,7 +295,8 @@ class AsyncOutputStream:
         if answer.deltas - self._told >= self._asking.step:
             self._asking.took(self.request_id, answer.deltas - self._told)
             self._told = answer.deltas
-        self._ready.extend(answer.take(await self._inbox.get()))
+        for _, said in await self._inbox.get():
+            self._ready.extend(answer.take(said))
 
     async def __aenter__(self) -> Self:
         return self

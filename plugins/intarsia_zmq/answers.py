@@ -91,6 +91,60 @@ class Answer:
         return evolve(output, error=error, usage=done.usage, timings=done.timings, seed=done.seed)
 
 
+@define(eq=False)
+class Gathering:
+    """The answers of several requests, in their order."""
+
+    _asking: Asking
+    _answers: dict[str, Answer] = field(factory=dict, init=False)
+    _outputs: dict[str, list[Output]] = field(factory=dict, init=False)
+    _left: set[str] = field(factory=set, init=False)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Ids of the requests."""
+        return self._answers.keys()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have ended."""
+        return not self._left
+
+    def add(self, request: Request) -> None:
+        """Wait for one more."""
+        name = request.request_id
+        self._answers[name], self._outputs[name] = Answer(request), []
+        self._left.add(name)
+
+    def take(self, name: str, events: Sequence[Event]) -> None:
+        """Take what came for one of them.
+
+        Raises:
+            IntarsiaError: it failed.
+        """
+        answer = self._answers[name]
+        before = answer.deltas
+        self._outputs[name] += answer.take(events)
+        if answer.ended:
+            self._left.discard(name)
+        elif answer.deltas > before:
+            self._asking.took(name, answer.deltas - before)
+        if answer.failure is not None:
+            raise answer.failure
+
+    def cancel(self) -> None:
+        """Let those that have not ended go."""
+        for name in self._left:
+            self._asking.cancelled(name)
+
+    def completions(self) -> list[Completion]:
+        """Return the answers, once all have ended."""
+        return [
+            completion(answer.request, self._outputs[name], cast("Done", answer.done))
+            for name, answer in self._answers.items()
+        ]
+
+
 def completion(request: Request, outputs: Sequence[Output], done: Done) -> Completion:
     """Return a finished request as `Engine.generate` does; the prompt's ids only where they were given.
 
@@ -223,7 +277,7 @@ def is_one(prompts: object) -> bool:
 
 
 def _is_ids(prompt: object) -> bool:
-    if isinstance(prompt, str | Chat) or not isinstance(prompt, Sequence) or not prompt:
+    if isinstance(prompt, str | bytes | bytearray | Chat) or not isinstance(prompt, Sequence) or not prompt:
         return False
     return all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt)
 

@@ -14,13 +14,14 @@ from attrs import define, field
 
 from intarsia.errors import IntarsiaError
 from intarsia.types import Completion, Message, Output, Prompt, Request, SamplingParams
-from intarsia_zmq.answers import Answer, Asking, Pong, completion, is_one
+from intarsia_zmq.answers import Answer, Asking, Gathering, Pong, is_one
 from intarsia_zmq.calls import Call, Event, Events
 from intarsia_zmq.link import Address, Link, link
 from intarsia_zmq.logprobs import write_ids
 from intarsia_zmq.requests import Generate
 
-_Inbox = SimpleQueue[list[Event]]
+#: (request id, what came for it)
+_Inbox = SimpleQueue[tuple[str, list[Event]]]
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5555"
 
 
@@ -119,13 +120,18 @@ class Client:
         """
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "deadline_s": deadline_s}
         asked = self._asking.many(prompt, params, **options)
-        streams = []
+        gathering, inbox = Gathering(self._asking), _Inbox()
         try:
-            streams += [self._start(each) for each in asked]
-            made = [stream.completion() for stream in streams]
+            for each in asked:
+                gathering.add(each.request)
+                self._start(each, inbox)
+            while not gathering.ended:
+                gathering.take(*inbox.get())
         finally:
-            for stream in streams:
-                stream.close()
+            for name in gathering.names:
+                self._inboxes.pop(name, None)
+            gathering.cancel()
+        made = gathering.completions()
         return made[0] if is_one(prompt) else made
 
     def stream(
@@ -148,7 +154,9 @@ class Client:
         asked = self._asking.one(
             prompt, params, stream=True, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s
         )
-        return self._start(asked)
+        inbox = _Inbox()
+        self._start(asked, inbox)
+        return OutputStream(self._asking, asked.request, self._inboxes, inbox)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -188,18 +196,17 @@ class Client:
         for name, said in events.items():
             inbox = inboxes.get(name)
             if inbox is not None:
-                inbox.put(said)
+                inbox.put((name, said))
 
-    def _start(self, asked: Generate) -> OutputStream:
+    def _start(self, asked: Generate, inbox: _Inbox) -> None:
         name = asked.request.request_id
         call = Call.of(asked, time.monotonic())
-        inbox = self._inboxes[name] = _Inbox()
+        self._inboxes[name] = inbox
         try:
             self._link.post(self._link.connection.start, call)
         except BaseException:
             self._inboxes.pop(name, None)
             raise
-        return OutputStream(self._asking, asked.request, self._inboxes, inbox)
 
     def _ask(self, kind: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         name = self._link.new_name()
@@ -207,7 +214,7 @@ class Client:
         inbox = self._inboxes[name] = _Inbox()
         try:
             self._link.post(self._link.connection.ask, name, question)
-            (event,) = inbox.get()
+            _, (event,) = inbox.get()
         except BaseException:
             self._link.tell(self._link.connection.cancel, name)
             raise
@@ -260,12 +267,6 @@ class OutputStream:
             self._receive()
         return ready.popleft()
 
-    def completion(self) -> Completion:
-        """Return all that comes, put together; of a stream of which nothing was read."""
-        outputs = list(self)
-        assert self._answer.done is not None
-        return completion(self._request, outputs, self._answer.done)
-
     def close(self) -> None:
         """Cancel what is not finished. Safe to call twice."""
         if self._closed:
@@ -282,7 +283,7 @@ class OutputStream:
         if answer.deltas - self._told >= self._asking.step:
             self._asking.took(self.request_id, answer.deltas - self._told)
             self._told = answer.deltas
-        self._ready.extend(answer.take(self._inbox.get()))
+        self._ready.extend(answer.take(self._inbox.get()[1]))
 
     def __enter__(self) -> Self:
         return self

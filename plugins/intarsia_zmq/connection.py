@@ -82,6 +82,8 @@ class Connection:
     _pinged_at: float = field(default=0.0, init=False)
     #: since when there is no session
     _down_since: float = field(default=0.0, init=False)
+    #: why the last connection was lost
+    _why: str = field(default="", init=False)
     _refusal: IntarsiaError | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -161,7 +163,7 @@ class Connection:
     def lost(self, why: str) -> None:
         """The connection is closed."""
         if self.broken is None:
-            self.broken = why
+            self.broken = self._why = why
         if self._open:
             self._open, self._down_since = False, self.clock()
 
@@ -389,7 +391,7 @@ class Connection:
         if self._refusal is not None:
             return self._refusal
         what = "no answer" if self._open else "no connection to the server"
-        why = self.hint or ("" if self._open else self.broken or "")
+        why = self.hint or ("" if self._open else self._why)
         return ConnectionLostError(f"{what} within {self.timeout_s:g} s{f': {why}' if why else ''}")
 
     def _taken(self) -> Events:
