@@ -58,8 +58,18 @@ class Preparation:
         for selection, future in self._tasks:
             if future.done():
                 with _blamed(selection, "prepare"):
-                    future.result()
+                    _check_done(future)
         return is_done
+
+
+def _check_done(future: Future[object]) -> None:
+    """Raise what the work of a future that is done has raised, as an Exception."""
+    error = future.exception()
+    if error is None or isinstance(error, Exception):
+        future.result()
+        return
+    # A panic of a library in Rust, or the exit of a thread: it happened there, and is no reason to end this one.
+    raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 @frozen

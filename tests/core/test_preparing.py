@@ -157,6 +157,24 @@ def test_work_that_fails_ends_its_request_alone_with_the_message(engine, slow, e
     assert is_idle(engine) and engine.stats()["failed"] == 1
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize(
+    "error", [Panic("at the disco"), SystemExit("at the disco"), KeyboardInterrupt("at the disco")]
+)
+def test_work_that_panics_or_exits_on_its_thread_ends_its_request_alone(engine, slow, error):
+    ask(engine)
+    ask(engine, "plain", GREEDY)
+    slow.futures[0].set_exception(error)
+    outputs = run(engine)
+    assert (
+        outputs["a"][-1].finish_reason == "error" and f"{type(error).__name__}: at the disco" in outputs["a"][-1].error
+    )
+    assert outputs["plain"][-1].finish_reason == "length" and is_idle(engine)
+
+
 @pytest.mark.parametrize("way", ["generate", "stream"])
 @pytest.mark.parametrize("error", [InvalidRequestError("no"), KeyError("no")])
 def test_generate_and_stream_wait_and_raise_instead(engine, slow, way, error):

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,8 @@ NAN, INF = math.nan, math.inf
     ("name", "value"),
     [
         *(("temperature", value) for value in (-1, NAN, INF, -INF, 1e400, "hot", True, [1], 10**400)),
+        *((name, Fraction(10**400)) for name in ("temperature", "top_p", "presence_penalty", "max_tokens")),
+        *(("logit_bias", value) for value in ({1: Fraction(10**400)}, {Fraction(10**400): 1}, {"1" * 5000: 1})),
         *(("top_p", value) for value in (-1, 2, NAN, 1.0000001, "1", False)),
         *(("min_p", value) for value in (-0.1, 1.5, NAN)),
         *(("typical_p", value) for value in (-0.1, 1.5, NAN)),
@@ -39,7 +42,7 @@ NAN, INF = math.nan, math.inf
         *(("banned_token_ids", value) for value in ([-1], [1.5], ["1"], [True], -3)),
         *(("banned_words", value) for value in ([""], [5], "", 5, [b"x"])),
         *(("stop", value) for value in ([""], [5], "")),
-        *(("stop_token_ids", value) for value in ([-1], ["1"], [NAN])),
+        *(("stop_token_ids", value) for value in ([-1], ["1"], [NAN], np.array(1.5), np.array([[1]]), torch.ones(2))),
         *(("ignore_eos", value) for value in (1, "true", None)),
     ],
     ids=lambda value: repr(value)[:24],
@@ -55,6 +58,11 @@ def test_a_value_out_of_range_is_refused_and_its_field_named(name, value):
 def test_min_tokens_above_max_tokens_are_refused():
     with pytest.raises(InvalidRequestError, match="at most max_tokens, which is 3"):
         SamplingParams(min_tokens=4, max_tokens=3)
+
+
+def test_ids_are_taken_from_arrays_and_tensors_of_no_dimensions_too():
+    for ids, expected in ((np.array(3), (3,)), (torch.tensor([3, 4]), (3, 4)), (np.array([], dtype=int), ())):
+        assert SamplingParams(stop_token_ids=ids).stop_token_ids == expected
 
 
 def test_numbers_of_numpy_and_the_ids_of_json_are_taken_as_plain_ones():

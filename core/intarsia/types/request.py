@@ -22,10 +22,13 @@ def _reject(name: str, value: object, right: str) -> InvalidRequestError:
 
 
 def _as_plain(value: Any) -> Any:
-    """Make numpy's numbers plain; what is no number goes to the validator as it is."""
+    """Make numpy's numbers plain; what is no number, or none that fits a float, goes to the validator as it is."""
     if isinstance(value, int | float):
         return value
-    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+    try:
+        return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+    except OverflowError:
+        return value
 
 
 def _number(default: float | None, low: float, high: float, right: str, *, whole: bool = False) -> Any:
@@ -69,7 +72,9 @@ def _as_tuple(value: Any) -> Any:
     """One text or id is short for a list of one; what is neither goes to the validator as it is."""
     if isinstance(value, str | Real):
         return (value,)
-    return tuple(value) if isinstance(value, Sequence | set | frozenset) or hasattr(value, "tolist") else (value,)
+    if hasattr(value, "tolist"):  # arrays and tensors, of no dimensions too
+        value = value.tolist()
+    return tuple(value) if isinstance(value, Sequence | set | frozenset) else (value,)
 
 
 def _as_ids(value: Any) -> Any:
