@@ -5,13 +5,14 @@ Parts are chosen in the order of `KINDS`, each knowing the model and the parts b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
 import torch
 from attrs import define, evolve, frozen
 
+from intarsia.config import load_config
 from intarsia.errors import (
     CheckpointError,
     CompositionError,
@@ -32,6 +33,7 @@ from intarsia.protocols import (
     CacheAllocator,
     CacheContext,
     Drafter,
+    DrafterContext,
     EngineHandle,
     ExecutorContext,
     FrontendContext,
@@ -94,6 +96,20 @@ def _ask_plugins(config: EngineConfig, parts: Parts, registry: Registry) -> None
             raise PluginError(f"{plugin}: check_composition failed: {type(error).__name__}: {error}") from error
 
 
+def _load_model(
+    reference: str, *, engine: EngineOptions, registry: Registry, taken: int, **sections: Mapping[str, Any]
+) -> Parts:
+    """Compose a drafter's own model; see `DrafterContext.load_model`."""
+    shared: dict[str, Any] = {"device": engine.device, "dtype": engine.dtype, "max_model_len": engine.max_model_len}
+    shared |= {"threads": engine.threads, "log_level": engine.log_level} | dict(sections.pop("engine", {}))
+    try:
+        config = load_config({"model": reference, "executor": "local", **sections, "engine": shared})
+        return _Composer(config, Selector(registry), taken=taken, caps_length=True).compose()
+    except IntarsiaError as error:
+        message = f"drafter.model: {reference!r} cannot be composed: {error}"
+        raise type(error)(message, field="drafter.model") from error
+
+
 @frozen
 class _Model:
     """A model, opened: what its files and its family say."""
@@ -113,8 +129,19 @@ class _Model:
 
 @define
 class _Composer:
+    """Composes one model's parts.
+
+    Attributes:
+        config: what is asked for.
+        select: fills the slots.
+        taken: bytes on the device that others will take: the model that a drafter's own model drafts for.
+        caps_length: whether max_model_len is a wish: a drafter's model drafts as far as it was trained for.
+    """
+
     config: EngineConfig
     select: Selector
+    taken: int = 0
+    caps_length: bool = False
 
     def compose(self) -> Parts:
         config, select = self.config, self.select
@@ -135,7 +162,16 @@ class _Composer:
         with blamed("accepts or num_bytes", *(chosen.offer for chosen in select.of("quantizer"))):
             weights = weight_bytes(model.weight_map, quantizers, ops, engine.dtype)
         cache, runner, layout = self._place(context, attention, ops, orders, weights)
-        drafter: Drafter | None = select.one("drafter", config.drafter, context)
+        taken = self.taken + weights + (cache.num_pages + 1) * layout.page_bytes
+        drafter_context = partial(
+            DrafterContext,
+            engine=engine,
+            spec=model.spec,
+            num_ids=model.num_ids,
+            tokenizer=model.tokenizer,
+            load_model=partial(_load_model, engine=engine, registry=select.registry, taken=taken),
+        )
+        drafter: Drafter | None = select.one("drafter", config.drafter, drafter_context)
         processors: tuple[LogitsProcessor, ...] = select.many("logits_processors", config.logits_processors, context)
         scheduler = select.one("scheduler", config.scheduler, context)
         executor_context = partial(
@@ -232,6 +268,8 @@ class _Composer:
         """Settle what `auto` and None mean in `[engine]`."""
         engine = self.config.engine
         device = resolve_device(engine.device)
+        if self.caps_length and engine.max_model_len is not None:
+            engine = evolve(engine, max_model_len=min(engine.max_model_len, spec.max_len))
         if engine.max_model_len is not None and engine.max_model_len > spec.max_len:
             raise ConfigError(
                 f"engine.max_model_len: {engine.max_model_len} is beyond the {spec.max_len} tokens that the model was "
@@ -325,7 +363,7 @@ class _Composer:
     ) -> tuple[CacheAllocator, _ChosenRunner, CacheLayout]:
         """Choose cache and runner with the first order that both read; where none is, raise the first refusal."""
         # Asked once: it differs from moment to moment, and all must count the same pages.
-        free = free_memory(context().engine.device)
+        free = max(0, free_memory(context().engine.device) - self.taken)
         refusal: UnfitError | None = None
         for order in orders:
 

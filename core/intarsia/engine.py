@@ -36,6 +36,7 @@ from intarsia.preparing import Arrival, Preparation, Preparing, Processors
 from intarsia.prompts import Prompts
 from intarsia.protocols import Parts, Progress
 from intarsia.sequence import Sequence
+from intarsia.speculation import Speculation
 from intarsia.streams import Stream
 from intarsia.text import TextStream
 from intarsia.types import (
@@ -77,6 +78,7 @@ class Engine:
     _unclaimed: list[Output] = field(factory=list, init=False)
     _names: Iterator[int] = field(factory=itertools.count, init=False)
     _counts: dict[str, int] = field(init=False)
+    _speculation: Speculation = field(factory=Speculation, init=False)
     _stalled: int = field(default=0, init=False)
     _closed: str | None = field(default=None, init=False)
 
@@ -337,6 +339,7 @@ class Engine:
             return
         outputs = self._accept(plan, result)
         self._counts["steps"] += 1
+        self._speculation.count(plan, result)
         if self._observers.watches("step_finished"):
             seconds = time.perf_counter() - begun
             self._observers.tell("step_finished", result=result, outputs=tuple(outputs), seconds=seconds)
@@ -419,15 +422,21 @@ class Engine:
     # --- about the engine -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return figures: sequences by state, steps and tokens so far, the cache's books."""
+        """Return figures: sequences by state, steps and tokens so far, the cache's books.
+
+        With a drafter also `speculation`, see `intarsia.speculation`.
+        """
         scheduler = self.parts.scheduler
-        return {
+        figures = {
             "preparing": len(self._preparing),
             "waiting": scheduler.num_waiting,
             "running": scheduler.num_running,
             **self._counts,
             "cache": attrs.asdict(self.parts.cache.stats()),
         }
+        if self.parts.drafter is not None:
+            figures["speculation"] = self._speculation.stats(self.parts)
+        return figures
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids, as a request would have them.

@@ -5,23 +5,28 @@ Shape legend: T tokens, R rows, L rows of logits.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
 import torch
 from attrs import define, evolve, field
 
+from intarsia.drafting import Drafting
 from intarsia.models.cache import TensorCache
 from intarsia.models.weights import load_weights
-from intarsia.protocols import DraftRequest, ExecutorContext, Progress, Runner
+from intarsia.protocols import ExecutorContext, Progress, Runner
 from intarsia.sampling import Sampler
 from intarsia.types import (
     PENDING,
     BatchPlan,
     CacheLayout,
+    CacheMove,
+    Draft,
     ForwardBatch,
     Row,
     RowResult,
+    SequenceId,
     StepResult,
     TokenLogprobs,
     Want,
@@ -73,16 +78,22 @@ _SCORED_ROWS = 256
 
 @define
 class LocalExecutor:
-    """Runs each step when it is submitted; one is in flight at most."""
+    """Runs each step when it is submitted; one is in flight at most. To a drafter it is a `Target`."""
 
     context: ExecutorContext
     _sampler: Sampler = field(init=False)
+    _drafting: Drafting | None = field(init=False)
+    _num_scratch: int = field(default=0, init=False)
     _runner: Runner | None = field(default=None, init=False)
     _cache: TensorCache | None = field(default=None, init=False)
     _done: deque[StepResult] = field(factory=deque, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._sampler = Sampler(self.context.num_ids, self.context.logits_processors, self.context.tokenizer)
+        context = self.context
+        verify = context.engine.verify
+        self._sampler = Sampler(context.num_ids, context.logits_processors, context.tokenizer, verify)
+        drafter = context.drafter
+        self._drafting = None if drafter is None else Drafting(drafter, context.num_ids, verify == "rejection")
 
     @property
     def depth(self) -> int:
@@ -90,7 +101,7 @@ class LocalExecutor:
         return 1
 
     def start(self, progress: Progress) -> None:
-        """Load weights, make the cache, and run one token through the model."""
+        """Load weights, start the drafter, make the cache, and run one token through the model."""
         context = self.context
         engine, device = context.engine, self._device
         if engine.threads is not None:
@@ -105,7 +116,9 @@ class LocalExecutor:
             progress=progress,
         )
         self._runner = context.build_runner(weights)
-        self._cache = TensorCache.allocate(context.layout, context.num_pages, device)
+        if self._drafting is not None:
+            self._drafting.start(self)
+        self._cache = TensorCache.allocate(context.layout, context.num_pages + self._num_scratch, device)
         self._warm_up()
 
     @property
@@ -118,13 +131,15 @@ class LocalExecutor:
         row = Row(sequence_id=("", 0), token_ids=(0,), start=0, pages=pages)
         self.all_logits(row)
 
-    def _run(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> tuple[ForwardBatch, torch.Tensor]:
-        """Run rows with these ids; return the batch and the residual stream (T, E)."""
+    def _run(
+        self, rows: Sequence[Row], ids: Sequence[Sequence[int]], num_layers: int | None = None
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """Run rows with these ids through the first layers, or all; return the batch and the residual stream (T, E)."""
         assert self._runner is not None and self._cache is not None, "start() comes first"
         context = self.context
         batch = forward_batch(rows, ids, context.layout, self._device)
         batch = evolve(batch, attention=context.attention.prepare(batch, context.layout))
-        return batch, self._runner.run(batch, self._cache, range(context.spec.num_layers))
+        return batch, self._runner.run(batch, self._cache, range(num_layers or context.spec.num_layers))
 
     def _logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
         assert self._runner is not None, "start() comes first"
@@ -141,12 +156,8 @@ class LocalExecutor:
         """Run the step."""
         assert not self._done, "one step is in flight at most"
         assert self._cache is not None, "start() comes first"
-        for sequence_id in plan.left:
-            self._sampler.leave(sequence_id)
-            if self.context.drafter is not None:
-                self.context.drafter.forget(sequence_id)
-        for entered in plan.entered:
-            self._sampler.enter(entered)
+        self._meet(plan)
+        begun = time.perf_counter()
         self._cache.move(plan.moves)
         if not plan.rows:
             self._done.append(StepResult())
@@ -154,9 +165,33 @@ class LocalExecutor:
         batch, hidden = self._run(plan.rows, [self._ids(row) for row in plan.rows])
         # Before tokens are chosen, which adds them to what the sampler knows.
         scores = [self._score(row, first, hidden) for row, first in zip(plan.rows, batch.bounds, strict=False)]
-        results = self._sampler.choose(plan.rows, self._logits(hidden, batch.logits_L))
+        given = self._drafting.probabilities(plan.rows) if self._drafting is not None else {}
+        results = self._sampler.choose(plan.rows, self._logits(hidden, batch.logits_L), given)
         scored = [_with_scores(result, found) for result, found in zip(results, scores, strict=True)]
-        self._done.append(StepResult(rows=self._with_drafts(plan.rows, scored)))
+        self._done.append(self._finish(plan.rows, scored, time.perf_counter() - begun))
+
+    def _meet(self, plan: BatchPlan) -> None:
+        """Forget sequences that left, and take those that enter."""
+        drafting = self._drafting
+        for sequence_id in plan.left:
+            self._sampler.leave(sequence_id)
+            if drafting is not None:
+                drafting.forget(sequence_id)
+        for entered in plan.entered:
+            self._sampler.enter(entered)
+            if drafting is not None:
+                drafting.enter(entered)
+
+    def _finish(self, rows: Sequence[Row], results: Sequence[RowResult], target_s: float) -> StepResult:
+        """Let the drafter learn from the step and propose for the next."""
+        drafting = self._drafting
+        if drafting is None:
+            return StepResult(rows=tuple(results), target_s=target_s)
+        drafting.observe(rows, results, target_s)
+        proposed = drafting.propose(rows, results, self._sampler.token_ids)
+        return StepResult(
+            rows=tuple(proposed), target_s=target_s, draft_s=drafting.draft_s, draft_error=drafting.take_error()
+        )
 
     def _score(self, row: Row, first: int, hidden_TE: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
         """Score the prompt's tokens that follow a row's, whose own begin at `first` in the batch; None if it fails."""
@@ -178,36 +213,38 @@ class LocalExecutor:
         known = self._sampler.token_ids(row.sequence_id)
         return [known[row.start + i] if token == PENDING else token for i, token in enumerate(row.token_ids)]
 
-    def _with_drafts(self, rows: Sequence[Row], results: Sequence[RowResult]) -> tuple[RowResult, ...]:
-        drafter = self.context.drafter
-        if drafter is None:
-            return tuple(results)
-        asked = [
-            DraftRequest(
-                sequence_id=row.sequence_id,
-                token_ids=self._sampler.token_ids(row.sequence_id),
-                wanted=row.drafts_wanted,
-                pages=row.pages,
-            )
-            for row, result in zip(rows, results, strict=True)
-            if row.drafts_wanted and result.token_ids
-        ]
-        proposals = dict(zip((a.sequence_id for a in asked), drafter.propose(asked), strict=True))
-        return tuple(
-            evolve(result, drafts=self._usable(proposals[row.sequence_id].token_ids, row.drafts_wanted))
-            if row.sequence_id in proposals
-            else result
-            for row, result in zip(rows, results, strict=True)
-        )
+    # --- what a drafter may do ------------------------------------------------------------------------------------
 
-    def _usable(self, proposal: Sequence[int], wanted: int) -> tuple[int, ...]:
-        """A drafter can say anything: only ids that exist are run, and no more than were asked for."""
-        usable = []
-        for token in proposal[:wanted]:
-            if not 0 <= token < self.context.num_ids:
-                break
-            usable.append(token)
-        return tuple(usable)
+    @property
+    def layout(self) -> CacheLayout:
+        """How the cache lies."""
+        return self.context.layout
+
+    def take_scratch(self, num_pages: int) -> tuple[int, ...]:
+        """Return pages behind the pool."""
+        assert self._cache is None, "the cache is made already"
+        first = self.context.num_pages + self._num_scratch
+        self._num_scratch += num_pages
+        return tuple(range(first, first + num_pages))
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Sequence[Row], *, num_layers: int | None = None, moves: Sequence[CacheMove] = ()
+    ) -> torch.Tensor:
+        """Run rows through the first layers and the head; return fp32 logits (R, V) after their last tokens."""
+        assert self._cache is not None, "start() comes first"
+        self._cache.move(moves)
+        batch, hidden = self._run(rows, [row.token_ids for row in rows], num_layers)
+        return self._logits(hidden, batch.logits_L)
+
+    @torch.inference_mode()
+    def choose(
+        self, sequence_ids: Sequence[SequenceId], drafts: Sequence[Sequence[int]], logits_RV: torch.Tensor
+    ) -> Draft:
+        """Choose one id a row as the row's request would."""
+        return self._sampler.guess(sequence_ids, drafts, logits_RV)
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
 
     def poison(self) -> None:
         """Fill the cache with NaN, for tests: what holds no token must not be read."""
@@ -219,7 +256,9 @@ class LocalExecutor:
         return self._done.popleft()
 
     def stop(self) -> None:
-        """Drop weights and cache."""
+        """Drop weights, cache and what the drafter took."""
+        if self._drafting is not None:
+            self._drafting.stop()
         self._runner = self._cache = None
         self._done.clear()
 

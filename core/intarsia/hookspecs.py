@@ -136,7 +136,7 @@ KINDS: tuple[Kind, ...] = (
         hook="provide_drafters",
         what="cheap guesses for speculation",
         part=protocols.Drafter,
-        context=protocols.PartContext,
+        context=protocols.DrafterContext,
         then="Asked after each step for the rows that want drafts; the next step verifies what it proposed.",
         example='drafter = "ngram"',
         optional=True,

@@ -57,6 +57,7 @@ __all__ = [
     "Context",
     "DraftRequest",
     "Drafter",
+    "DrafterContext",
     "EngineHandle",
     "Executor",
     "ExecutorContext",
@@ -224,6 +225,20 @@ class ExecutorContext(PartContext):
     build_runner: Callable[[Mapping[str, Weight | torch.Tensor]], Runner]
     drafter: Drafter | None
     logits_processors: tuple[LogitsProcessor, ...]
+
+
+@frozen(kw_only=True)
+class DrafterContext(PartContext):
+    """For drafters.
+
+    Attributes:
+        load_model: composes a second model: `load_model(reference, **sections)`, where sections are a config's, such as
+            `cache={"memory": "1GiB"}`, over the engine's own device and length. Returns parts with a cache and an
+            executor of their own, not started. The executor is a `Target` too. Raises as `compose` does, in the name of
+            `drafter.model`.
+    """
+
+    load_model: Callable[..., Parts]
 
 
 @frozen(kw_only=True)
@@ -585,7 +600,7 @@ class StepCost:
     Attributes:
         num_tokens: that ran, drafts among them.
         target_s: seconds for running and choosing.
-        draft_s: seconds of the `propose` before it.
+        draft_s: seconds of the `propose` that made its drafts.
     """
 
     num_rows: int
@@ -595,13 +610,48 @@ class StepCost:
 
 
 class Target(Protocol):
-    """The model that drafts are for, as a drafter may use it."""
+    """A model that a drafter may run: the one that drafts are for, or the drafter's own."""
 
-    def guess(self, rows: Sequence[Row], num_layers: int) -> Draft:
-        """Run rows through the first layers and the head; return one id a row, chosen as its request would choose it.
+    @property
+    def layout(self) -> CacheLayout:
+        """How its cache lies."""
+        ...
 
-        Nothing is remembered but keys and values of these layers at the rows' positions, which whoever runs these
-        positions next writes anew.
+    def take_scratch(self, num_pages: int) -> tuple[int, ...]:
+        """Return pages that no sequence ever holds, in every cache group, for positions that a row has no pages for.
+
+        Called in `Drafter.start` alone: its cache is made after that.
+        """
+        ...
+
+    def forward(
+        self, rows: Sequence[Row], *, num_layers: int | None = None, moves: Sequence[CacheMove] = ()
+    ) -> torch.Tensor:
+        """Do the cache's work, run rows through the head; return fp32 logits (R, V) after the last token of each row.
+
+        Nothing is remembered but keys and values at the rows' positions, which whoever runs these positions next writes
+        anew.
+
+        Args:
+            rows: without drafts; their ids are known.
+            num_layers: how many of the first layers run; None is all.
+            moves: of the cache's allocator.
+        """
+        ...
+
+    def choose(
+        self, sequence_ids: Sequence[SequenceId], drafts: Sequence[Sequence[int]], logits_RV: torch.Tensor
+    ) -> Draft:
+        """Choose one id a row from any model's logits as the row's request would, after its tokens and these drafts.
+
+        With its penalties, processors and bans. Where drafts must be equal, the id is drawn with the number that the
+        target draws with at that position, so that the two agree often; where they are verified by rejection, with one
+        of its own, and the probabilities (R, V) are returned too. An id below 0: nothing could be chosen.
+
+        Args:
+            sequence_ids: sequences that have entered.
+            drafts: for each of them, those before the position.
+            logits_RV: fp32; changed in place. Logits of ids that no token has are ignored.
         """
         ...
 
@@ -609,11 +659,12 @@ class Target(Protocol):
 class Drafter(Protocol):
     """Guesses the next tokens cheaply. Whatever it says, the output does not change.
 
-    A subclass inherits all but `propose`.
+    What it raises once it has started costs its guesses and nothing else: it is logged once and counted in `stats`. A
+    subclass inherits all but `propose`.
     """
 
     def start(self, target: Target) -> None:
-        """Get ready: the target's weights are loaded. Called once, before any other method."""
+        """Get ready: the target's weights are loaded, its cache is not made yet. Called once, before any other."""
         del target
 
     def enter(self, entered: Entered) -> None:

@@ -4,8 +4,10 @@ A step is filled in this order, each within the token budget:
 
 1. A waiting sequence whose priority is above a running one's rank takes its place: the lowest-ranked, latest arrival is
    preempted.
-2. Running rows that decode: one token each, and their drafts. Where pages run out, the lowest-ranked, latest arrival
-   that has no row in this step is preempted: its pages go, and it is run again later, prompt and answer so far.
+2. Running rows that decode: one token each. Where pages run out, the lowest-ranked, latest arrival that has no row in
+   this step is preempted: its pages go, and it is run again later, prompt and answer so far. Drafts take what budget
+   the decoding rows behind them leave, and pages that are free: they preempt nobody, and pages of those that were
+   rejected are given back.
 3. Running prompts, in chunks.
 4. Waiting sequences, in the order of their turn, while pages last. Nobody overtakes the first in line, but for those
    that wait for a prompt in front of them to compute what they share: that takes its steps, and spares theirs.
@@ -96,9 +98,9 @@ class InflightScheduler:
         self._waiting.age()
         self._make_way(step)
         turns = sorted(self._running.values(), key=lambda entry: entry.turn)
-        for entry in turns:
-            if entry.remaining == 1:
-                self._decode(entry, step)
+        decoding = [entry for entry in turns if entry.remaining == 1]
+        for place, entry in enumerate(decoding, start=1):
+            self._decode(entry, step, num_behind=len(decoding) - place)
         for entry in turns:
             if entry.remaining > 1:
                 self._prefill(entry, step)
@@ -115,12 +117,14 @@ class InflightScheduler:
 
     def update(self, plan: BatchPlan, results: Sequence[RowResult]) -> None:
         """Note how far each sequence is, and keep the proposals for its next row."""
-        del plan
-        for result in results:
+        for row, result in zip(plan.rows, results, strict=True):
             entry = self._running.get(result.sequence_id)
             if entry is not None:
                 entry.computed = entry.sequence.num_computed
                 entry.drafts = result.drafts
+                if entry.computed < row.start + len(row.token_ids):
+                    # Slots of rejected drafts.
+                    self.allocator.rewind(result.sequence_id, entry.computed)
 
     def _make_way(self, step: _Step) -> None:
         """Preempt for waiting sequences whose priority is above a running one's rank.
@@ -137,11 +141,15 @@ class InflightScheduler:
                     return
                 self._preempt(victim, step)
 
-    def _decode(self, entry: Entry, step: _Step) -> None:
-        if entry.sequence.sequence_id not in self._running or not step.budget:
+    def _decode(self, entry: Entry, step: _Step, num_behind: int) -> None:
+        sequence = entry.sequence
+        if sequence.sequence_id not in self._running or not step.budget:
             return
-        drafts = entry.drafts[: step.budget - 1]
+        drafts = entry.drafts[: max(0, step.budget - 1 - num_behind)]
         entry.drafts = ()
+        total = entry.computed + 1 + len(drafts)
+        if drafts and self.allocator.reserve(sequence.sequence_id, sequence.token_ids, total, sequence.salt) is None:
+            drafts = ()
         if self._secure(entry, entry.computed + 1 + len(drafts), step):
             self._put(entry, 1, drafts, step)
 

@@ -27,7 +27,7 @@ def ban(tasks: Sequence[Task], logits_LV: torch.Tensor) -> Mapping[int, tuple[to
         if state.words is not None:
             parts += [(index, ids_N) for index, drafts in task.positions() for ids_N in state.words.forbidden(drafts)]
         if len(state.stops_N):
-            missing = state.params.min_tokens - state.history.num_answer
+            missing = state.params.min_tokens - state.history.num_answer - task.before
             early += [(index, state.stops_N) for index in task.span[: max(0, missing)]]
     _forbid(parts, logits_LV)
     held = {}

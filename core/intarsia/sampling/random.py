@@ -10,8 +10,12 @@ from typing import Final
 
 import numpy as np
 
-#: What a uniform number is drawn for: the third word of its counter.
+#: What a uniform number is drawn for: the third word of its counter. A token of the target's own; whether a draft is
+#: accepted; a token in place of a rejected one; a draft.
 CHOOSE: Final = 0
+ACCEPT: Final = 1
+REPLACE: Final = 2
+DRAFT: Final = 3
 
 _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL: Final = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))

@@ -89,7 +89,7 @@ def report_tasks(tasks: Sequence[Task], logits_LV: torch.Tensor) -> tuple[Report
     nums_top: list[int] = []
     rows: list[int] = []
     for task in reporting:
-        firsts[task.row.sequence_id] = len(rows)
+        firsts[task.sequence_id] = len(rows)
         rows += task.span
         nums_top += [task.state.params.logprobs or 0] * len(task.span)
     if len(rows) == len(logits_LV):

@@ -2,30 +2,31 @@
 
 Randomness is counter-based: one uniform number per (seed, choice, position, purpose), so that a request's draws depend
 on nothing else: not on its batch, its chunks, a preemption or speculation. A draft is accepted if it equals the token
-that the target draws at its position; so drafts never change the output, sampled or greedy. Penalties, biases, logits
-processors and bans at a position see the drafts before it, and none after.
+that the target draws at its position; so drafts never change the output, sampled or greedy. The other way to verify,
+`rejection`, keeps the distribution alone. Penalties, biases, logits processors and bans at a position see the drafts
+before it, and none after.
 
 Shape legend: L rows of logits, V vocab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import torch
 from attrs import define, field
 
 from intarsia.protocols import LogitsProcessor, TokenizerView
-from intarsia.sampling.arithmetic import FAILED, likeliest
-from intarsia.sampling.bans import ban, lift
-from intarsia.sampling.drawing import draw
-from intarsia.sampling.penalties import add_biases, penalise
-from intarsia.sampling.random import CHOOSE, uniforms
-from intarsia.sampling.reports import report, report_tasks
+from intarsia.sampling.arithmetic import FAILED
+from intarsia.sampling.picking import Picks, blame, drawn, edit, failure, redraw
+from intarsia.sampling.random import CHOOSE, DRAFT
+from intarsia.sampling.rejection import distributions, verify
+from intarsia.sampling.reports import Report, report, report_tasks
 from intarsia.sampling.state import State, Task
 from intarsia.sampling.words import Vocabulary, Words
-from intarsia.types import Entered, Row, RowResult, SequenceId, TokenLogprobs, Want
+from intarsia.types import Draft, Entered, Row, RowResult, SequenceId, TokenLogprobs, Verify, Want
 
 _RAW_NOT_FINITE: Final = "the model's logits are not finite: NaN, inf, or -inf for every token"
 
@@ -38,11 +39,13 @@ class Sampler:
         num_ids: ids from here on have logits in a padded vocabulary and no token; they are never chosen.
         processors: the engine's logits processors, in the order in which they run.
         tokenizer: knows the bytes of tokens, for banned words.
+        verify: how drafts are judged.
     """
 
     num_ids: int
     processors: tuple[LogitsProcessor, ...] = ()
     tokenizer: TokenizerView | None = None
+    verify: Verify = "equal"
     _states: dict[SequenceId, State] = field(factory=dict, init=False)
     _vocabulary: Vocabulary | None = field(default=None, init=False)
 
@@ -57,8 +60,8 @@ class Sampler:
             try:
                 if processor.applies(entered.params):
                     opened.append((processor, processor.open(entered.params, entered.num_prompt)))
-            except Exception as raised:  # as in `_process`: it ends this sequence alone
-                state.error = _blame(processor, raised)
+            except Exception as raised:  # as in `edit`: it ends this sequence alone
+                state.error = blame(processor, raised)
         state.processors = tuple(opened)
 
     def _ban_words(self, state: State) -> str | None:
@@ -107,12 +110,18 @@ class Sampler:
             state.error = f"{_RAW_NOT_FINITE}, within the prompt"
         return entries or ()
 
-    def choose(self, rows: Sequence[Row], logits_LV: torch.Tensor) -> list[RowResult]:
-        """Choose after each row's last token and after each of its drafts; accept the drafts that agree.
+    def choose(
+        self,
+        rows: Sequence[Row],
+        logits_LV: torch.Tensor,
+        probabilities: Mapping[SequenceId, torch.Tensor] = MappingProxyType({}),
+    ) -> list[RowResult]:
+        """Choose after each row's last token and after each of its drafts; accept drafts and draw one token more.
 
         Args:
             rows: the plan's rows. In their order, as many rows of logits belong to each as it wants.
             logits_LV: fp32; changed in place.
+            probabilities: what drafts were drawn from, (k, V), float64; read where they are verified by rejection.
 
         Returns:
             One result a row. A row that fails has an error; the others are not disturbed.
@@ -120,24 +129,33 @@ class Sampler:
         logits = logits_LV[:, : self.num_ids]
         tasks = self._tasks(rows)
         raw, firsts = report_tasks(tasks, logits)
-        penalise(tasks, logits)
-        add_biases(tasks, logits)
-        failed = dict(found for task in tasks if (found := _process(task, logits)))
-        picks, best = _pick(tasks, logits)
-        results = {}
-        for task in tasks:
-            accepted = accept(task.drafts, picks[task.span.start : task.span.stop])
-            # Only what happened at accepted tokens counts: behind a rejected draft, anything may have failed.
-            reached = task.span[: len(accepted)]
-            error = task.state.error or next((failed[index] for index in reached if index in failed), None)
-            if error is None and FAILED in accepted:
-                error = _failure(best[reached[-1]])
-            first = firsts.get(task.row.sequence_id)
-            logprobs = raw.read(first, accepted) if first is not None and error is None else ()
-            if logprobs is None:
-                error = _RAW_NOT_FINITE
-            results[task.row.sequence_id] = _result(task, accepted, logprobs, error)
+        picks = edit(tasks, logits)
+        redraw(drawn(tasks, picks), logits, CHOOSE, picks)
+        if self.verify == "rejection":
+            verify(tasks, logits, probabilities, picks)
+        results = {task.sequence_id: _settle(task, picks, raw, firsts.get(task.sequence_id)) for task in tasks}
         return [results.get(row.sequence_id) or self._unchosen(row) for row in rows]
+
+    def guess(
+        self, sequence_ids: Sequence[SequenceId], drafts: Sequence[Sequence[int]], logits_RV: torch.Tensor
+    ) -> Draft:
+        """Choose one id a row from a drafter's logits; see `Target.choose`. Nothing is remembered."""
+        logits = logits_RV[:, : self.num_ids]
+        tasks = [
+            Task(sequence_id, self._states[sequence_id], range(index, index + 1), tuple(before), len(before))
+            for index, (sequence_id, before) in enumerate(zip(sequence_ids, drafts, strict=True))
+        ]
+        picks = edit(tasks, logits)
+        for index in picks.failed:
+            picks.token_ids[index] = FAILED
+        sampled = drawn(tasks, picks)
+        redraw(sampled, logits, CHOOSE if self.verify == "equal" else DRAFT, picks)
+        if self.verify == "equal" or not sampled:
+            return Draft(tuple(picks.token_ids))
+        probabilities_RV = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+        indices = [one.index for one in sampled]
+        probabilities_RV[indices] = distributions(logits[indices], [one.state.settings for one in sampled])
+        return Draft(tuple(picks.token_ids), probabilities_RV)
 
     def _unchosen(self, row: Row) -> RowResult:
         """Return the result of a row that wants no tokens: the error of its prompt's scores, if there was one."""
@@ -148,20 +166,26 @@ class Sampler:
         for row in rows:
             if row.want is Want.NONE:
                 continue
-            stop = first + row.num_drafts + 1
-            tasks.append(Task(row, self._states[row.sequence_id], range(first, stop)))
-            first = stop
+            tasks.append(Task.of(row, self._states[row.sequence_id], first))
+            first = tasks[-1].span.stop
         return tasks
 
 
-def _result(
-    task: Task, accepted: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, error: str | None
-) -> RowResult:
-    """Give a sequence what was chosen for it, or its error."""
+def _settle(task: Task, picks: Picks, raw: Report, first: int | None) -> RowResult:
+    """Give a sequence what was chosen for it, or its error; its log-probabilities begin in the report at `first`."""
+    accepted = accept(task.drafts, picks.token_ids[task.span.start : task.span.stop])
+    # Only what happened at accepted tokens counts: behind a rejected draft, anything may have failed.
+    reached = task.span[: len(accepted)]
+    error = task.state.error or next((picks.failed[index] for index in reached if index in picks.failed), None)
+    if error is None and FAILED in accepted:
+        error = failure(picks.best[reached[-1]])
+    logprobs = raw.read(first, accepted) if first is not None and error is None else ()
+    if logprobs is None:
+        error = _RAW_NOT_FINITE
     if error is not None:
-        return RowResult(sequence_id=task.row.sequence_id, error=error)
+        return RowResult(sequence_id=task.sequence_id, error=error)
     task.state.extend(accepted)
-    return RowResult(sequence_id=task.row.sequence_id, token_ids=tuple(accepted), logprobs=tuple(logprobs or ()))
+    return RowResult(sequence_id=task.sequence_id, token_ids=tuple(accepted), logprobs=tuple(logprobs or ()))
 
 
 def accept(drafts: Sequence[int], picks: Sequence[int]) -> list[int]:
@@ -169,60 +193,9 @@ def accept(drafts: Sequence[int], picks: Sequence[int]) -> list[int]:
 
     Args:
         drafts: k guesses.
-        picks: k + 1 tokens that the target drew: after the known tokens, and after each draft.
+        picks: k + 1 tokens: what follows the known tokens, and each draft. A draft that is accepted is its own pick.
     """
     agreeing = 0
     while agreeing < len(drafts) and drafts[agreeing] == picks[agreeing]:
         agreeing += 1
     return list(picks[: agreeing + 1])
-
-
-def _process(task: Task, logits_LV: torch.Tensor) -> tuple[int, str] | None:
-    """Run a row's logits processors at its positions, up to the first that fails: return its index and what failed."""
-    state = task.state
-    if not state.processors:
-        return None
-    for index, drafts in task.positions():
-        for processor, opened in state.processors:
-            try:
-                opened.process([*state.history.token_ids, *drafts], logits_LV[index])
-            except Exception as error:  # a third party's code, whatever it raises, ends this row alone
-                return index, _blame(processor, error)
-    return None
-
-
-def _blame(processor: LogitsProcessor, error: Exception) -> str:
-    return f"logits processor {type(processor).__name__}: {type(error).__name__}: {error}"
-
-
-def _failure(best: float) -> str:
-    """Say why nothing could be chosen where this is the highest logit."""
-    if best == -torch.inf:
-        return "no token is allowed: the logits are -inf for every token, after processors and bans"
-    return f"the logits are not finite: they hold {'inf' if best == torch.inf else 'NaN'}"
-
-
-def _pick(tasks: Sequence[Task], logits_LV: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Return the target's own token for each row of logits, FAILED where there is none, and the highest logit."""
-    if not tasks:
-        return [], []
-    held = ban(tasks, logits_LV)
-    picks, best = likeliest(logits_LV)
-    for index, stops in held.items():
-        if best[index] == -torch.inf:
-            lift(logits_LV[index], stops)
-            (picks[index],), (best[index],) = likeliest(logits_LV[index : index + 1])
-    sampled = [
-        (index, task.state, task.first_position + depth)
-        for task in tasks
-        if not task.state.settings.is_greedy
-        for depth, index in enumerate(task.span)
-        if picks[index] != FAILED
-    ]
-    if sampled:
-        indices, states, positions = zip(*sampled, strict=True)
-        draws = uniforms([s.seed for s in states], [s.choice for s in states], positions, CHOOSE)
-        chosen = logits_LV if len(indices) == len(logits_LV) else logits_LV[list(indices)]
-        for index, token in zip(indices, draw(chosen, [s.settings for s in states], draws), strict=True):
-            picks[index] = token
-    return picks, best

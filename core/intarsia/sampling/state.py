@@ -14,7 +14,7 @@ from intarsia.protocols import LogitsProcessor, SequenceProcessor
 from intarsia.sampling.history import History
 from intarsia.sampling.settings import Settings
 from intarsia.sampling.words import Words
-from intarsia.types import Entered, Row, SamplingParams
+from intarsia.types import Entered, Row, SamplingParams, SequenceId
 
 
 def known_ids(token_ids: Iterable[int], num_ids: int) -> np.ndarray:
@@ -79,26 +79,36 @@ class State:
             self.words.extend(token_ids)
 
 
-@frozen
+@frozen(eq=False)
 class Task:
-    """A row that wants tokens, and the rows of logits that are its own."""
+    """Positions of one sequence after which tokens are chosen, and the rows of logits that are their own.
 
-    row: Row
+    Attributes:
+        sequence_id: whose.
+        state: what is known of it.
+        span: the rows of logits.
+        drafts: guesses that follow what is known.
+        before: how many of them come before the first of the positions.
+    """
+
+    sequence_id: SequenceId
     state: State
     span: range
+    drafts: tuple[int, ...] = ()
+    before: int = 0
 
-    @property
-    def drafts(self) -> tuple[int, ...]:
-        """The guesses at the row's end."""
-        return self.row.token_ids[len(self.row.token_ids) - self.row.num_drafts :]
+    @classmethod
+    def of(cls, row: Row, state: State, first: int) -> Task:
+        """Take a row that wants tokens; its own rows of logits begin at `first`."""
+        drafts = row.token_ids[len(row.token_ids) - row.num_drafts :]
+        return cls(row.sequence_id, state, range(first, first + row.num_drafts + 1), drafts)
 
     @property
     def first_position(self) -> int:
         """Position of the token that is chosen first."""
-        return self.row.start + len(self.row.token_ids) - self.row.num_drafts
+        return len(self.state.history.token_ids) + self.before
 
     def positions(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield each row of logits, with the drafts before it."""
-        drafts = self.drafts
-        for depth, index in enumerate(self.span):
-            yield index, drafts[:depth]
+        for depth, index in enumerate(self.span, start=self.before):
+            yield index, self.drafts[:depth]

@@ -30,6 +30,7 @@ from intarsia.types.config import (
     PluginsOptions,
     Provider,
     Unfit,
+    Verify,
     lazy,
 )
 from intarsia.types.model import (
@@ -120,6 +121,7 @@ __all__ = [
     "TokenizerSpec",
     "Unfit",
     "Usage",
+    "Verify",
     "Want",
     "Weight",
     "WeightFormat",

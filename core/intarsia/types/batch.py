@@ -145,7 +145,9 @@ class Draft:
 
     Attributes:
         token_ids: k ids, the first follows the sequence.
-        probabilities: (k, V), what each was drawn from, for verification by rejection; None is certainty.
+        probabilities: (k, V), what each was drawn from, for verification by rejection. They must be true, and whether a
+            guess is proposed must not depend on its id, only on those before it. None is certainty, which keeps the
+            target's distribution whatever the guesses come from.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -174,6 +176,15 @@ class RowResult:
 
 @frozen(kw_only=True)
 class StepResult:
-    """The results of a plan's rows, in their order."""
+    """The results of a plan's rows, in their order.
+
+    Attributes:
+        target_s: seconds for running the model and choosing tokens.
+        draft_s: seconds in which the drafter made the proposals.
+        draft_error: what the drafter failed with; then it proposed nothing, and the step is whole without it.
+    """
 
     rows: tuple[RowResult, ...] = field(default=())
+    target_s: float = 0.0
+    draft_s: float = 0.0
+    draft_error: str | None = None

@@ -15,6 +15,7 @@ NONE = "none"
 
 Dtype: TypeAlias = Literal["auto", "float32", "float16", "bfloat16"]
 Invariance: TypeAlias = Literal["bitwise", "neighbours", "numeric"]
+Verify: TypeAlias = Literal["equal", "rejection"]
 #: From the weakest promise to the strongest.
 INVARIANCE_ORDER: tuple[Invariance, ...] = ("numeric", "neighbours", "bitwise")
 
@@ -75,6 +76,8 @@ class EngineOptions:
     threads: int | None = field(default=None, validator=optional(ge(1)))
     #: the least promise of equal tokens that the composition must keep
     invariance: Invariance = "numeric"
+    #: how drafts are verified: equal never changes the output, rejection keeps its distribution and accepts more
+    verify: Verify = "equal"
     #: where requests without a seed take theirs from; None is the operating system
     seed: int | None = None
     #: the least severe messages that are logged
