@@ -36,3 +36,18 @@ def provide_frontends() -> list[Provider]:
             build=lazy("intarsia_zmq.frontend:build"),
         )
     ]
+
+
+@hookimpl
+def provide_commands() -> list[Provider]:
+    """Commands around a server."""
+    summaries = {
+        "client": "Have a server answer a prompt.",
+        "health": "Tell whether a server is alive and ready.",
+        "control": "Look after a server on this machine: status, drain, pause, resume, reload, shutdown.",
+        "keygen": "Make CURVE key pairs for a server and its clients.",
+    }
+    return [
+        Provider(key=key, summary=summary, build=lazy(f"intarsia_zmq.commands:build_{key}"))
+        for key, summary in summaries.items()
+    ]
