@@ -23,7 +23,7 @@ log = logging.getLogger("intarsia.zmq")
 REREAD_S = 0.5
 #: How many refused keys are remembered, so that each is logged once.
 _MAX_REFUSED = 1024
-_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\*|\d{1,5})")
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|\*|[\w.-]+):(?P<port>\*|\d{1,5})")
 
 
 @frozen
