@@ -5,7 +5,7 @@ Parts are chosen in the order of `KINDS`, each knowing the model and the parts b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -62,6 +62,7 @@ from intarsia.types import (
     Dtype,
     EngineConfig,
     EngineOptions,
+    Invariance,
     SamplingDefaults,
     WeightMap,
 )
@@ -96,18 +97,30 @@ def _ask_plugins(config: EngineConfig, parts: Parts, registry: Registry) -> None
             raise PluginError(f"{plugin}: check_composition failed: {type(error).__name__}: {error}") from error
 
 
-def _load_model(
-    reference: str, *, engine: EngineOptions, registry: Registry, taken: int, **sections: Mapping[str, Any]
-) -> Parts:
-    """Compose a drafter's own model; see `DrafterContext.load_model`."""
-    shared: dict[str, Any] = {"device": engine.device, "dtype": engine.dtype, "max_model_len": engine.max_model_len}
-    shared |= {"threads": engine.threads, "log_level": engine.log_level} | dict(sections.pop("engine", {}))
-    try:
-        config = load_config({"model": reference, "executor": "local", **sections, "engine": shared})
-        return _Composer(config, Selector(registry), taken=taken, caps_length=True).compose()
-    except IntarsiaError as error:
-        message = f"drafter.model: {reference!r} cannot be composed: {error}"
-        raise type(error)(message, field="drafter.model") from error
+@frozen
+class _SecondModels:
+    """Composes drafters' own models beside a target's.
+
+    Attributes:
+        engine: the target's options, resolved.
+        registry: the plugins.
+        taken: bytes that the target takes.
+    """
+
+    engine: EngineOptions
+    registry: Registry
+    taken: int
+
+    def load(self, reference: str, **sections: Any) -> Parts:
+        """Compose one; see `DrafterContext.load_model`."""
+        shared = ("device", "dtype", "max_model_len", "threads", "log_level")
+        engine = {name: getattr(self.engine, name) for name in shared} | dict(sections.pop("engine", {}))
+        try:
+            config = load_config({"model": reference, "executor": "local", **sections, "engine": engine})
+            return _Composer(config, Selector(self.registry), taken=self.taken, caps_length=True).compose()
+        except IntarsiaError as error:
+            message = f"drafter.model: {reference!r} cannot be composed: {error}"
+            raise type(error)(message, field="drafter.model") from error
 
 
 @frozen
@@ -169,7 +182,7 @@ class _Composer:
             spec=model.spec,
             num_ids=model.num_ids,
             tokenizer=model.tokenizer,
-            load_model=partial(_load_model, engine=engine, registry=select.registry, taken=taken),
+            load_model=_SecondModels(engine, select.registry, taken).load,
         )
         drafter: Drafter | None = select.one("drafter", config.drafter, drafter_context)
         processors: tuple[LogitsProcessor, ...] = select.many("logits_processors", config.logits_processors, context)
@@ -214,8 +227,22 @@ class _Composer:
             drafter=drafter,
             logits_processors=processors,
             sampling=model.sampling,
-            invariance=kept_invariance(select, attention, ops_for, context),
+            invariance=self._invariance(kept_invariance(select, attention, ops_for, context), drafter, engine),
         )
+
+    def _invariance(self, kept: Invariance, drafter: Drafter | None, engine: EngineOptions) -> Invariance:
+        """Return what is kept with a drafter: under rejection, tokens depend on drafts, and these on a step's costs."""
+        if drafter is None or engine.verify == "equal":
+            return kept
+        if engine.invariance != "numeric":
+            key = self.select.of("drafter")[0].key
+            raise CompositionError(
+                f"engine.verify: 'rejection' with drafter {key!r} keeps the distribution of an answer and not its tokens, "
+                f"and engine.invariance = {engine.invariance!r} is demanded; what would do: engine.verify = 'equal' or "
+                "drafter = 'none'",
+                field="engine.verify",
+            )
+        return "numeric"
 
     # --- the model --------------------------------------------------------------------------------------------------
 

@@ -627,13 +627,13 @@ class Target(Protocol):
     def forward(
         self, rows: Sequence[Row], *, num_layers: int | None = None, moves: Sequence[CacheMove] = ()
     ) -> torch.Tensor:
-        """Do the cache's work, run rows through the head; return fp32 logits (R, V) after the last token of each row.
+        """Do the cache's work, then run rows and the head; return fp32 logits (R, V) after the last token of each row.
 
         Nothing is remembered but keys and values at the rows' positions, which whoever runs these positions next writes
         anew.
 
         Args:
-            rows: without drafts; their ids are known.
+            rows: without drafts; their ids are known. Those that want no logits get none.
             num_layers: how many of the first layers run; None is all.
             moves: of the cache's allocator.
         """
