@@ -386,3 +386,35 @@ def test_texts_need_a_tokenizer(tmp_path, name, instead):
             engine.generate([[1]], SamplingParams(**{name: ["x"]}))
         params = SamplingParams(max_tokens=2, banned_token_ids=[1], prompt_logprobs=1)
         assert engine.generate([[1, 2]], params)[0].prompt_logprobs[1].token_id == 2
+
+
+# --- what is no prompt ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt", [["x" * 1_000_000], [[1], "x" * 1_000_000], b"x" * 1_000_000, [10**5000], [-(10**5000)], [1.5] * 100_000]
+)
+def test_what_is_no_prompt_is_named_shortly(engine, prompt):
+    with pytest.raises(InvalidRequestError, match="prompt: ") as caught:
+        engine.add(Request(request_id="odd", prompt=prompt))
+    assert len(str(caught.value)) < 250 and caught.value.field == "prompt" and is_idle(engine)
+
+
+@pytest.mark.parametrize("ids", [5, None, [1, 10**5000], ["x" * 1_000_000], [257]])
+def test_what_are_no_ids_have_no_text_and_are_named_shortly(engine, ids):
+    with pytest.raises(InvalidRequestError, match="token_ids: ") as caught:
+        engine.detokenize(ids)
+    assert len(str(caught.value)) < 250
+
+
+def test_limits_of_thousands_of_digits_are_refused_as_others_are():
+    with pytest.raises(InvalidRequestError, match="at most max_tokens"):
+        SamplingParams(min_tokens=10**6000, max_tokens=10**5000)
+
+
+def test_a_text_of_far_more_tokens_than_fit_is_refused_and_one_that_is_a_little_longer_by_its_count(engine):
+    with pytest.raises(InvalidRequestError, match=r"the first 1024 of 100000 characters .* give at most 63 tokens"):
+        engine.generate("x" * 100_000)
+    with pytest.raises(InvalidRequestError, match=r"prompt: 70 tokens leave no room .* give at most 63"):
+        engine.generate("x" * 70)
+    assert is_idle(engine)

@@ -223,6 +223,31 @@ def test_a_chat_with_half_a_surrogate_pair_is_an_invalid_request(smol):
     assert refused.value.field == "messages"
 
 
+@pytest.mark.parametrize("text", ["word " * 400_000, "7" * 2_000_000, "\U0001f468\u200d\U0001f469" * 200_000])
+def test_a_text_of_far_too_many_tokens_is_refused_by_its_beginning(smol, text):
+    began = time.perf_counter()
+    with pytest.raises(InvalidRequestError, match=r"prompt: the first 8192 of \d+ characters .* at most 511 tokens"):
+        smol.encode(text, most=511)
+    with pytest.raises(InvalidRequestError, match="messages: the first 8192 of "):
+        smol.encode_chat([{"role": "user", "content": text}], most=511)
+    assert time.perf_counter() - began < 1  # reading all of it takes seconds
+
+
+@settings(max_examples=60)
+@given(st.text(st.sampled_from("a \n7\u00e9\U0001f600x"), max_size=400), st.integers(0, 30), st.integers(1, 40))
+def test_no_text_is_refused_by_its_beginning_that_is_short_enough(smol, text, most, times):
+    text = text * times
+    whole = smol.encode(text)
+    if len(whole) <= most:
+        assert smol.encode(text, most=most) == whole
+
+
+def test_a_text_of_few_long_tokens_is_read_whole(smol):
+    text = " " * 100_000
+    assert len(smol.encode(text)) < 100_000 / 32
+    assert smol.encode(text, most=1600) == smol.encode(text)
+
+
 def test_without_a_chat_template_chats_are_refused_and_plain_prompts_work():  # C03
     tokenizer = TextTokenizer.from_spec(_spec(_llama_like(post_processor=False)))
     with pytest.raises(InvalidRequestError, match=r"no chat template.*plain prompts work"):

@@ -15,6 +15,9 @@ from intarsia.text.decoding import Decoding
 from intarsia.text.detokenizer import Detokenizer
 from intarsia.types import Chat, Message, TokenizerSpec
 
+#: A text of more characters than this for each token that it may have is tried by its beginning.
+_PLENTY = 16
+
 
 @frozen(eq=False)
 class Tokenizer:
@@ -70,26 +73,37 @@ class Tokenizer:
             chat_template=None if spec.chat_template is None else ChatTemplate(spec.chat_template, spec.special_tokens),
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, most: int | None = None) -> list[int]:
         """Return the ids of a plain prompt. Special tokens that the text spells out are parsed as such.
 
-        Raises:
-            InvalidRequestError: the text is no valid Unicode, or the tokenizer has no tokens for it.
-        """
-        return self._with_bos(self._encode(text, "prompt"))
+        Args:
+            text: the prompt.
+            most: how many ids are of use; a text of far more is refused once its beginning shows it, as reading all
+                of it could take seconds. None reads any text.
 
-    def encode_chat(self, chat: Chat | Sequence[Message]) -> list[int]:
+        Raises:
+            InvalidRequestError: the text is no valid Unicode, the tokenizer has no tokens for it, or they are far more
+                than `most`.
+        """
+        return self._with_bos(self._encode(text, "prompt", most))
+
+    def encode_chat(self, chat: Chat | Sequence[Message], *, most: int | None = None) -> list[int]:
         """Return the ids of a chat; of messages alone, up to where the assistant's turn begins.
 
+        Args:
+            chat: the chat.
+            most: as of `encode`.
+
         Raises:
-            InvalidRequestError: the model has no chat template, or the chat is malformed or refused by it.
+            InvalidRequestError: the model has no chat template, the chat is malformed or refused by it, or its ids are
+                far more than `most`.
             CheckpointError: the template is malformed.
         """
         if self.chat_template is None:
             raise InvalidRequestError(
                 "messages: this model has no chat template, so it takes no chat; plain prompts work", field="messages"
             )
-        return self._with_bos(self._encode(self.chat_template.render(chat), "messages"))
+        return self._with_bos(self._encode(self.chat_template.render(chat), "messages", most))
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; those outside the vocabulary, such as a padded vocabulary's last ones, have none."""
@@ -128,7 +142,7 @@ class Tokenizer:
             return ids
         return [self.bos_id, *ids]
 
-    def _encode(self, text: str, field_name: str) -> list[int]:
+    def _encode(self, text: str, field_name: str, most: int | None) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequestError(f"{field_name}: {type(text).__name__} is not a text", field=field_name)
         try:
@@ -139,6 +153,18 @@ class Tokenizer:
                 "valid Unicode",
                 field=field_name,
             ) from None
+        if most is not None and len(text) > (size := _PLENTY * (most + 1)):
+            # A beginning has as many ids as it has in the whole, but for those at its end: half as many is far beyond.
+            num_ids = len(self._backend_ids(text[:size], field_name))
+            if num_ids > 2 * (most + 1):
+                raise InvalidRequestError(
+                    f"{field_name}: the first {size} of {len(text)} characters alone are {num_ids} tokens, too many "
+                    f"for engine.max_model_len; give at most {most} tokens",
+                    field=field_name,
+                )
+        return self._backend_ids(text, field_name)
+
+    def _backend_ids(self, text: str, field_name: str) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except BaseException as error:

@@ -199,7 +199,7 @@ class SamplingParams:
                 "max_tokens", 0, "a whole number from 1; 0, which only scores a prompt, needs prompt_logprobs"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _reject("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+            raise _reject("min_tokens", self.min_tokens, f"at most max_tokens, which is {shown(self.max_tokens)}")
 
     def filled(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return these parameters with the defaults where nothing is said."""
