@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import zmq
@@ -177,6 +177,7 @@ class Peer:
         self.context = zmq.Context.instance()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
+        self.socket.sndtimeo = int(PATIENCE_S * 1000)
         for name, value in sockopts.items():
             setattr(self.socket, name, value)
         self.socket.connect(address)
@@ -194,6 +195,12 @@ class Peer:
 
     def send(self, kind, request_id="", /, **body):
         self.socket.send_multipart(encode(Message(kind, request_id, 0, body)))
+
+    def is_refused(self):
+        """Say hello, and return whether nothing comes of it. After a refusal libzmq has nowhere left to send to."""
+        with suppress(zmq.Again):
+            self.socket.send_multipart(encode(Message("hello", "", 0, {"versions": [1]})), zmq.NOBLOCK)
+        return self.quiet()
 
     def send_raw(self, *frames):
         self.socket.send_multipart(list(frames))

@@ -72,8 +72,7 @@ class Control:
         elif kind == "resume":
             lifecycle.resume()
         elif kind == "ping":
-            body = {"echo": message.body, "step_age_s": lifecycle.step_age_s, "state": lifecycle.state}
-            return Message("pong", message.id, 0, body)
+            return Message("pong", message.id, 0, lifecycle.pong(message.body))
         elif kind != "status":
             known = "status, drain, pause, resume, reload, shutdown, ping"
             raise UnsupportedError(f"kind: {kind!r} is nothing that control knows; {known} are", field="kind")

@@ -213,8 +213,7 @@ class Dispatch:
 
     def _ping(self, session: Session, message: Message, num_bytes: int) -> None:
         del num_bytes
-        body = {"echo": message.body, "step_age_s": self.lifecycle.step_age_s, "state": self.lifecycle.state}
-        self._reply(session, Message("pong", message.id, 0, body))
+        self._reply(session, Message("pong", message.id, 0, self.lifecycle.pong(message.body)))
 
     def _bye(self, session: Session, message: Message, num_bytes: int) -> None:
         del message, num_bytes
@@ -363,6 +362,11 @@ class Dispatch:
         """Cancel what nobody waits for any more."""
         for key in self.sessions.abandoned():
             self.lifecycle.loop.post(Cancel(key))
+
+    def probe(self) -> None:
+        """Say something to every client: those whose connections are closed are found out."""
+        for connection in self.sessions.connections():
+            self._say(connection, Message("pong", "", 0, self.lifecycle.pong({})), keep=False)
 
     def figures(self) -> dict[str, Any]:
         """Return the server's own figures."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from attrs import define, field
 
@@ -53,6 +54,10 @@ class Lifecycle:
         """Whether steps end, if there is work."""
         age = self.step_age_s
         return self.failure is None and (age is None or age < self.alive_timeout_s)
+
+    def pong(self, echo: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body of a `pong`."""
+        return {"echo": echo, "step_age_s": self.step_age_s, "state": self.state}
 
     def drain(self) -> None:
         """Take no new requests; what runs is finished, so a pause ends."""

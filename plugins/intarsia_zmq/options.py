@@ -27,7 +27,7 @@ class Limits:
     #: requests in flight, of all clients
     requests: int = _limit(4096)
     #: requests in flight, of one client
-    requests_of_client: int = _limit(256)
+    requests_of_client: int = _limit(1024)
     #: questions of one client, such as `tokenize`, that wait for their answers
     questions_of_client: int = _limit(16)
     #: bytes of all requests and questions that wait for the engine

@@ -25,6 +25,7 @@ from intarsia_zmq.keys import KeyPair
 from intarsia_zmq.lifecycle import Lifecycle
 from intarsia_zmq.limits import ServerLimits, SessionLimits, WireLimits
 from intarsia_zmq.messages import Served
+from intarsia_zmq.monitor import Monitor
 from intarsia_zmq.options import ZmqOptions
 from intarsia_zmq.router import Router
 from intarsia_zmq.security import Address, ClientKeys, Gate, bind
@@ -38,6 +39,8 @@ _TURN = 256
 #: How often the clock is looked at, and how soon what a peer did not take is tried again.
 _SWEEP_S = 0.25
 _RETRY_S = 0.01
+#: Where connections were closed: how often all are tried, to learn which.
+_PROBE_S = 1.0
 #: How long the last messages may take to leave when the sockets close.
 _LINGER_MS = 1000
 #: How long the engine may take to close, and to leave its step when the server stops at once.
@@ -81,6 +84,7 @@ class Server:
     _data: Router
     _control: Router | None
     _gate: Gate | None
+    _monitor: Monitor
     _loop: EngineLoop
     _waker: Waker
     _lifecycle: Lifecycle
@@ -93,6 +97,7 @@ class Server:
     #: until when clients may read their last messages
     _leave_at: float | None = field(default=None, init=False)
     _sweep_at: float = field(default=0.0, init=False)
+    _probe_at: float = field(default=0.0, init=False)
     _retrying: bool = field(default=False, init=False)
 
     @classmethod
@@ -132,6 +137,7 @@ class Server:
             named=gate is not None,
         )
         _encrypt(data.socket, places.secret)
+        monitor = Monitor.of(data.socket)
         addresses = {"data": bind(data.socket, places.data, "frontend.bind")}
         control = None
         if places.control is not None:
@@ -183,6 +189,7 @@ class Server:
             data=data,
             control=control,
             gate=gate,
+            monitor=monitor,
             loop=loop,
             waker=waker,
             lifecycle=lifecycle,
@@ -227,6 +234,7 @@ class Server:
         handlers: dict[Any, Callable[[], None]] = {
             self._data.socket: self._take_data,
             self._waker.fd: self._take_reports,
+            self._monitor.socket: self._monitor.take,
         }
         if self._control is not None:
             handlers[self._control.socket] = self._take_control
@@ -234,7 +242,11 @@ class Server:
             handlers[self._gate.socket] = self._gate.answer
         for socket in handlers:
             poller.register(socket, zmq.POLLIN)
+        told = False
         while not self._finished():
+            if self._lifecycle.stopping and not told:
+                told = True
+                log.info("draining: %d requests are in flight", self._dispatch.sessions.in_flight)
             for socket, _ in poller.poll(self._wait_ms()):
                 handlers[socket]()
             self._look_at_clock()
@@ -254,6 +266,10 @@ class Server:
         now, deadline = self._clock(), self._dispatch.next_deadline
         if now >= self._sweep_at or (deadline is not None and now >= deadline):
             self._sweep_at = now + _SWEEP_S
+            if self._monitor.closed and now >= self._probe_at:
+                self._monitor.closed, self._probe_at = False, now + _PROBE_S
+                self._dispatch.probe()
+            self._dispatch.counts["failed_handshakes"] = self._monitor.failed
             self._dispatch.sweep()
             self._reread()
 
@@ -347,6 +363,8 @@ class Server:
         patience = _LEAVE_S if self._lifecycle.stopping_now or not self._lifecycle.started else _CLOSE_S
         if not self._loop.join(patience):
             log.warning("the engine is left in the middle of its work")
+        self._data.socket.disable_monitor()
+        self._monitor.socket.close(0)
         if self._gate is not None:
             self._gate.socket.close(0)
         self._context.destroy(linger=_LINGER_MS)

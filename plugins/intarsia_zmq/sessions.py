@@ -173,6 +173,10 @@ class Sessions:
         """Return the session of a connection that says nothing now; None where it has none."""
         return self._by_connection.get(connection)
 
+    def connections(self) -> list[bytes]:
+        """Return the connections of all clients that are not gone, as far as is known."""
+        return list(self._by_connection)
+
     def expel(self, allowed: Callable[[str], bool]) -> list[Session]:
         """End, at once, the sessions of users that are not allowed any more; return them."""
         expelled = [session for session in self._by_token.values() if not allowed(session.user)]

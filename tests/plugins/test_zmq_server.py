@@ -287,11 +287,11 @@ def test_a_stream_without_credit_waits_alone_and_ends_when_it_waits_too_long(tmp
 
 
 def test_a_client_that_returns_gets_the_rest_once_and_one_that_does_not_is_forgotten(tmp_path):
-    engine = FakeEngine(step_s=0.01)
-    with serving(tmp_path, engine, grace_s=1.0) as running:
+    engine = FakeEngine(step_s=0.003)
+    with serving(tmp_path, engine, grace_s=1.0, heartbeat_s=20.0) as running:
         peer = Peer(running.address, hello=True)
         token = peer.welcome.body["token"]
-        peer.generate(max_tokens=100)
+        peer.generate(max_tokens=300)
         seen, ids = 0, []
         while seen < 10:
             message = peer.next()
@@ -302,13 +302,16 @@ def test_a_client_that_returns_gets_the_rest_once_and_one_that_does_not_is_forgo
         with Peer(running.address) as again:
             assert again.hello(token=token, received={"r": seen}).body["resumed"]
             assert again.welcome.body["requests"] == ["r"]
+            again.send("credit", "r", received=seen, upto=1000)
             seqs, rest, _ = again.until_end()
-            assert seqs == list(range(seen + 1, seen + 1 + len(seqs))) and ids + rest == list(range(100))
+            assert seqs == list(range(seen + 1, seen + 1 + len(seqs))) and ids + rest == list(range(300))
         gone = Peer(running.address, hello=True)
-        gone.generate(max_tokens=10**6)
+        gone.generate(max_tokens=10**6, credit=20)
         gone.next()
+        while not gone.quiet(0.1):  # it has no credit left: nothing that is sent tells that it is gone
+            gone.next()
         gone.close()
-        eventually(lambda: running.control("status").body["in_flight"] == 0, 5)
+        eventually(lambda: running.control("status").body["in_flight"] == 0, 3)
         eventually(lambda: running.control("status").body["sessions"] == 0 and not engine.has_work)
         steps = engine.steps
         time.sleep(0.2)
