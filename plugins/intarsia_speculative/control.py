@@ -198,12 +198,12 @@ class Adaptive(Drafter):
 
     def stats(self) -> Mapping[str, Any]:
         """Return the drafter's figures, what was measured, and what the rule last made of it."""
-        acceptance = {grade: round(self.acceptance.of_grade(grade), 4) for grade in self.acceptance.grades}
+        acceptance = {str(grade): round(self.acceptance.of_grade(grade), 4) for grade in self.acceptance.grades}
         return {
             **self.inner.stats(),
             **self.figures.plain(),
             "acceptance": acceptance,
-            "step_s": self.costs.measured(),
+            "step_s": {str(tokens): seconds for tokens, seconds in self.costs.measured().items()},
             "draft_s_a_guess": self._deeper_s,
             "probes": self._probes,
             "patience": self._patience,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from statistics import median
 
@@ -11,6 +12,10 @@ from attrs import Factory, define
 KNEE = 8
 #: Samples of a bucket that its median is taken over.
 SAMPLES = 9
+#: Steps that the pace is the median of.
+PACES = 5
+#: Clocks can stand still between two readings.
+TICK_S = 1e-9
 #: Up to this many tokens, each count is a bucket of its own; beyond, an eighth of a power of two is one.
 FINE = 32
 
@@ -30,27 +35,29 @@ def assumed(num_tokens: int) -> float:
 
 @define
 class CostCurve:
-    """Seconds of a step by its tokens: C(T) = assumed(T) * ratio(T).
+    """Seconds of a step by its tokens: C(T) = assumed(T) * ratio(T) * pace.
 
-    At a bucket that was measured, ratio is the median of its last samples over the assumed cost. Between two of them
-    it is interpolated linearly, and beyond the outermost it is theirs. The first sample of a bucket is left out: what
-    runs for the first time is slow.
+    `ratio` is, at a bucket that was measured, the median of its last samples over the assumed cost; between two of them
+    it is interpolated, and beyond the outermost it is theirs. `pace` is the median, over the last steps, of what a step
+    took over what it was known to take: when the machine is busy or contexts have grown, all steps take longer, and
+    that says nothing of how many tokens to run. Samples are taken at the pace of their time. The first sample of a
+    bucket is left out: what runs for the first time is slow.
     """
 
     _samples: dict[int, deque[float]] = Factory(dict)
     _points: list[tuple[int, float]] = Factory(list)
-    _last_step: dict[int, int] = Factory(dict)
-    _step: int = 0
+    _paces: deque[float] = Factory(lambda: deque(maxlen=PACES))
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Take in what a step took."""
         key = bucket(num_tokens)
-        self._step += 1
-        self._last_step[key] = self._step
         if key not in self._samples:
             self._samples[key] = deque(maxlen=SAMPLES)
             return
-        self._samples[key].append(seconds)
+        pace = self.pace
+        if self._samples[key]:
+            self._paces.append(max(seconds, TICK_S) / self._usual(key))
+        self._samples[key].append(max(seconds, TICK_S) / pace)
         self._points = sorted((key, median(found) / assumed(key)) for key, found in self._samples.items() if found)
 
     @property
@@ -58,28 +65,27 @@ class CostCurve:
         """Whether anything was measured."""
         return bool(self._points)
 
-    def age(self, num_tokens: int) -> int | None:
-        """Return how many samples ago this bucket was last measured; None if it never was."""
-        last = self._last_step.get(bucket(num_tokens))
-        return None if last is None else self._step - last
+    @property
+    def pace(self) -> float:
+        """How much longer steps take of late than when they were first measured."""
+        return median(self._paces) if self._paces else 1.0
 
     def seconds(self, num_tokens: int) -> float:
         """Return C(T); the assumed shape alone where nothing was measured."""
+        return self._usual(num_tokens) * self.pace
+
+    def _usual(self, num_tokens: int) -> float:
         return assumed(num_tokens) * self._ratio(num_tokens)
 
     def _ratio(self, num_tokens: int) -> float:
         if not self._points:
             return 1.0
-        before = self._points[0]
-        for point in self._points:
-            if point[0] >= num_tokens:
-                if point[0] == before[0] or num_tokens <= before[0]:
-                    return point[1]
-                part = (num_tokens - before[0]) / (point[0] - before[0])
-                return before[1] + part * (point[1] - before[1])
-            before = point
-        return before[1]
+        right = bisect_left(self._points, (num_tokens, 0.0))
+        if right in (0, len(self._points)):
+            return self._points[min(right, len(self._points) - 1)][1]
+        (low, before), (high, after) = self._points[right - 1 : right + 1]
+        return before + (num_tokens - low) / (high - low) * (after - before)
 
     def measured(self) -> dict[int, float]:
-        """Return bucket -> seconds, for the buckets that were measured."""
-        return {key: median(found) for key, found in sorted(self._samples.items()) if found}
+        """Return bucket -> seconds at today's pace, for the buckets that were measured."""
+        return {key: assumed(key) * ratio * self.pace for key, ratio in self._points}
