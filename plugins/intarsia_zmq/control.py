@@ -32,17 +32,15 @@ class Control:
     Attributes:
         dispatch: the server's clients.
         reread_keys: looks at the folder of clients' keys at once.
-        send: gives frames to a connection: (connection, frames, keep).
         wire: how large messages may be.
     """
 
     dispatch: Dispatch
     reread_keys: Callable[[], None]
-    send: Callable[..., None]
     wire: WireLimits
 
-    def receive(self, connection: bytes, frames: Frames) -> None:
-        """Take a message and answer it; nothing that it holds raises."""
+    def receive(self, frames: Frames) -> Frames:
+        """Take a message and return its answer; nothing that it holds raises."""
         message = Message("")
         try:
             (message,) = decode(frames, self.wire)
@@ -52,7 +50,7 @@ class Control:
         except Exception as error:
             log.exception("a message of kind %.64r could not be handled", message.kind)
             answer = error_message(error, message.id)
-        self.send(connection, encode(answer), keep=False)
+        return encode(answer)
 
     def _answer(self, message: Message) -> Message:
         lifecycle, kind = self.dispatch.lifecycle, message.kind

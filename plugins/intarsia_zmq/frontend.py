@@ -12,7 +12,8 @@ from intarsia.errors import ConfigError
 from intarsia.protocols import EngineHandle, FrontendContext
 from intarsia_zmq.options import ZmqOptions
 from intarsia_zmq.security import Address, check_control, check_exposure, read_address, read_secret
-from intarsia_zmq.server import Places, Server
+from intarsia_zmq.server import Server
+from intarsia_zmq.sockets import Places
 
 
 @define(eq=False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import zmq
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from intarsia.errors import ExecutionError, IntarsiaError
 from intarsia.protocols import EngineHandle
@@ -21,28 +20,24 @@ from intarsia_zmq.control import Control
 from intarsia_zmq.dispatch import Dispatch
 from intarsia_zmq.engine_loop import Answered, EngineLoop, Failed, Figures, Refused, Started, Stop, Stopped
 from intarsia_zmq.events import Events
-from intarsia_zmq.keys import KeyPair
 from intarsia_zmq.lifecycle import Lifecycle
 from intarsia_zmq.limits import ServerLimits, SessionLimits, WireLimits
 from intarsia_zmq.messages import Served
-from intarsia_zmq.monitor import Monitor
 from intarsia_zmq.options import ZmqOptions
-from intarsia_zmq.router import Router
-from intarsia_zmq.security import Address, ClientKeys, Gate, bind
+from intarsia_zmq.security import Gate
 from intarsia_zmq.sessions import Sessions
+from intarsia_zmq.sockets import CONTROL_LIMITS, Places, Sockets
 from intarsia_zmq.waking import Waker, signals_to
 
 log = logging.getLogger("intarsia.zmq")
 
-#: Messages that are taken of one socket before others have their turns.
-_TURN = 256
+#: How long messages of one socket are taken before others, and the engine's reports, have their turns.
+_TURN_S = 0.005
 #: How often the clock is looked at, and how soon what a peer did not take is tried again.
 _SWEEP_S = 0.25
 _RETRY_S = 0.01
 #: Where connections were closed: how often all are tried, to learn which.
 _PROBE_S = 1.0
-#: How long the last messages may take to leave when the sockets close.
-_LINGER_MS = 1000
 #: How long the engine may take to close, and to leave its step when the server stops at once.
 _CLOSE_S = 30.0
 _LEAVE_S = 1.0
@@ -50,50 +45,19 @@ _LEAVE_S = 1.0
 _TELL_S = 2.0
 #: How long a thread runs before it hands the interpreter to one that waits: 5 ms, Python's own, delays every message.
 _SWITCH_S = 0.001
-_CONTROL_LIMITS = WireLimits(message_bytes=64 << 10)
-
-
-@frozen(kw_only=True)
-class Places:
-    """Where to listen, and with which keys.
-
-    Attributes:
-        control, events: None is off.
-        secret: the server's keys; None encrypts nothing.
-        client_keys: folder of those who may connect, where there is a secret.
-    """
-
-    data: Address
-    control: Address | None = None
-    events: Address | None = None
-    secret: KeyPair | None = None
-    client_keys: Path | None = None
 
 
 @define(eq=False, kw_only=True)
 class Server:
-    """Listens, and serves in the thread that calls `serve`.
-
-    Attributes:
-        addresses: name of a socket -> where it listens, with the port that it took.
-    """
+    """Listens, and serves in the thread that calls `serve`."""
 
     options: ZmqOptions
-    addresses: dict[str, str]
-    _context: zmq.Context[zmq.Socket[bytes]]
-    _data: Router
-    _control: Router | None
-    _gate: Gate | None
-    _monitor: Monitor
-    _loop: EngineLoop
+    _sockets: Sockets
     _waker: Waker
     _lifecycle: Lifecycle
     _dispatch: Dispatch
-    _events: Events
-    _controls: Control
+    _control: Control
     _clock: Callable[[], float] = time.monotonic
-    _stopped: bool = field(default=False, init=False)
-    _stop_posted: bool = field(default=False, init=False)
     #: until when clients may read their last messages
     _leave_at: float | None = field(default=None, init=False)
     _sweep_at: float = field(default=0.0, init=False)
@@ -107,102 +71,42 @@ class Server:
         Raises:
             ConfigError: an address cannot be listened to; names the option.
         """
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            return cls._opened(context, options, places, model, start_engine)
-        except BaseException:
-            context.destroy(linger=0)
-            raise
-
-    @classmethod
-    def _opened(
-        cls,
-        context: zmq.Context[zmq.Socket[bytes]],
-        options: ZmqOptions,
-        places: Places,
-        model: str,
-        start_engine: Callable[[], EngineHandle],
-    ) -> Server:
-        clock = time.monotonic
-        limits = options.limits
-        keys = None if places.client_keys is None else ClientKeys(places.client_keys, clock)
-        gate = None if keys is None else Gate.open(context, keys)
+        clock, waker = time.monotonic, Waker()
         sessions = _sessions(options, clock)
-        data = Router.open(
-            context,
-            sessions.lost,
-            message_bytes=limits.message_bytes,
-            heartbeat_s=options.heartbeat_s,
-            max_bytes=options.client_bytes,
-            named=gate is not None,
-        )
-        _encrypt(data.socket, places.secret)
-        monitor = Monitor.of(data.socket)
-        addresses = {"data": bind(data.socket, places.data, "frontend.bind")}
-        control = None
-        if places.control is not None:
-            control = Router.open(
-                context, _ignore, message_bytes=_CONTROL_LIMITS.message_bytes, heartbeat_s=options.heartbeat_s
-            )
-            addresses["control"] = bind(control.socket, places.control, "frontend.control")
-        publisher = None
-        if places.events is not None:
-            publisher = context.socket(zmq.PUB)
-            publisher.maxmsgsize = 1024  # subscriptions are short
-            _encrypt(publisher, places.secret)
-            addresses["events"] = bind(publisher, places.events, "frontend.events")
-        waker = Waker()
+        sockets = Sockets.open(options, places, sessions.lost, clock)
+        limits = options.limits
         admission = AdmissionLimits(waiting=limits.requests, waiting_of_client=limits.requests_of_client)
         loop = EngineLoop(
             start_engine=start_engine,
             wake=waker.wake,
             ahead=options.engine_queue,
             admission=Admission(admission, clock),
-            figures=publisher is not None,
+            figures=sockets.publisher is not None,
         )
         lifecycle = Lifecycle(loop=loop, clock=clock, alive_timeout_s=options.alive_timeout_s)
-        events = Events(publisher, options.kept_events)
         dispatch = Dispatch(
             sessions=sessions,
             lifecycle=lifecycle,
-            events=events,
-            served=Served(
-                server={"name": "intarsia", "version": version("intarsia")},
-                model={"name": model},
-                composition={},
-                heartbeat_s=options.heartbeat_s,
-                grace_s=options.grace_s,
-                credit=options.credit,
-            ),
-            send=data.send,
-            allowed=_anybody if gate is None else _allowing(gate),
+            events=Events(sockets.publisher, options.kept_events),
+            served=_served(options, model),
+            send=sockets.data.send,
+            allowed=_anybody if sockets.gate is None else _allowing(sockets.gate),
             wire=WireLimits(message_bytes=limits.message_bytes),
             admission=admission,
             max_requests=limits.requests,
             max_questions=limits.questions_of_client,
             max_waiting_bytes=limits.waiting_bytes,
         )
+        control = Control(dispatch=dispatch, reread_keys=lambda: server._reread(now=True), wire=CONTROL_LIMITS)
         server = cls(
-            options=options,
-            addresses=addresses,
-            context=context,
-            data=data,
-            control=control,
-            gate=gate,
-            monitor=monitor,
-            loop=loop,
-            waker=waker,
-            lifecycle=lifecycle,
-            dispatch=dispatch,
-            events=events,
-            controls=Control(
-                dispatch=dispatch,
-                reread_keys=lambda: server._reread(now=True),
-                send=_ignore if control is None else control.send,
-                wire=_CONTROL_LIMITS,
-            ),
+            options=options, sockets=sockets, waker=waker, lifecycle=lifecycle, dispatch=dispatch, control=control
         )
         return server
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Name of a socket -> where it listens, with the port that it took."""
+        return self._sockets.addresses
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -222,7 +126,7 @@ class Server:
         try:
             with signals_to(self._lifecycle, self._waker):
                 self._say_where()
-                self._loop.start()
+                self._lifecycle.loop.start()
                 self._run()
         finally:
             sys.setswitchinterval(before)
@@ -232,14 +136,14 @@ class Server:
     def _run(self) -> None:
         poller = zmq.Poller()
         handlers: dict[Any, Callable[[], None]] = {
-            self._data.socket: self._take_data,
+            self._sockets.data.socket: self._take_data,
             self._waker.fd: self._take_reports,
-            self._monitor.socket: self._monitor.take,
+            self._sockets.monitor.socket: self._sockets.monitor.take,
         }
-        if self._control is not None:
-            handlers[self._control.socket] = self._take_control
-        if self._gate is not None:
-            handlers[self._gate.socket] = self._gate.answer
+        if self._sockets.control is not None:
+            handlers[self._sockets.control.socket] = self._take_control
+        if self._sockets.gate is not None:
+            handlers[self._sockets.gate.socket] = self._sockets.gate.answer
         for socket in handlers:
             poller.register(socket, zmq.POLLIN)
         told = False
@@ -261,40 +165,43 @@ class Server:
         return max(0, int((until - now) * 1000) + 1)
 
     def _look_at_clock(self) -> None:
-        if self._retrying or self._data.keeps:
-            self._retrying = self._data.retry()
+        if self._retrying or self._sockets.data.keeps:
+            self._retrying = self._sockets.data.retry()
         now, deadline = self._clock(), self._dispatch.next_deadline
         if now >= self._sweep_at or (deadline is not None and now >= deadline):
             self._sweep_at = now + _SWEEP_S
-            if self._monitor.closed and now >= self._probe_at:
-                self._monitor.closed, self._probe_at = False, now + _PROBE_S
+            if self._sockets.monitor.closed and now >= self._probe_at:
+                self._sockets.monitor.closed, self._probe_at = False, now + _PROBE_S
                 self._dispatch.probe()
-            self._dispatch.counts["failed_handshakes"] = self._monitor.failed
+            self._dispatch.counts["failed_handshakes"] = self._sockets.monitor.failed
             self._dispatch.sweep()
             self._reread()
 
     def _take_data(self) -> None:
-        receive, dispatch = self._data.receive, self._dispatch.receive
-        for _ in range(_TURN):
-            found = receive()
-            if found is None:
-                return
+        receive, dispatch = self._sockets.data.receive, self._dispatch.receive
+        until = self._clock() + _TURN_S
+        while (found := receive()) is not None:
             dispatch(*found)
+            if self._clock() >= until:
+                return
 
     def _take_control(self) -> None:
-        assert self._control is not None
-        for _ in range(_TURN):
-            found = self._control.receive()
-            if found is None:
+        router = self._sockets.control
+        assert router is not None
+        until = self._clock() + _TURN_S
+        while (found := router.receive()) is not None:
+            connection, frames, _ = found
+            # Whoever does not take an answer does not want it.
+            router.send(connection, self._control.receive(frames), keep=False)
+            if self._clock() >= until:
                 return
-            self._controls.receive(found[0], found[1])
 
     # --- the engine's reports -----------------------------------------------------------------------------------------
 
     def _take_reports(self) -> None:
         """Take all reports in their order; outputs of steps that follow one another go out together."""
         self._waker.clear()
-        reports, outputs = self._loop.reports, list[Output]()
+        reports, outputs = self._lifecycle.loop.reports, list[Output]()
         while reports:
             report = reports.popleft()
             if isinstance(report, list):
@@ -316,13 +223,13 @@ class Server:
             case Answered():
                 self._dispatch.answer(report)
             case Figures():
-                self._events.step(report)
+                self._dispatch.events.step(report)
             case Failed(error):
                 log.error("the engine failed: %s: %s", type(error).__name__, error)
                 self._lifecycle.failure = error
                 self._dispatch.fail()
             case Stopped():
-                self._stopped = True
+                pass  # the thread is joined when the server closes
 
     def _started(self, started: Started) -> None:
         parts, dispatch = started.engine.parts, self._dispatch
@@ -359,20 +266,12 @@ class Server:
 
     def _close(self) -> None:
         """Let the engine go, then the sockets."""
-        self._loop.post(Stop())
+        self._lifecycle.loop.post(Stop())
         patience = _LEAVE_S if self._lifecycle.stopping_now or not self._lifecycle.started else _CLOSE_S
-        if not self._loop.join(patience):
+        if not self._lifecycle.loop.join(patience):
             log.warning("the engine is left in the middle of its work")
-        self._data.socket.disable_monitor()
-        self._monitor.socket.close(0)
-        if self._gate is not None:
-            self._gate.socket.close(0)
-        self._context.destroy(linger=_LINGER_MS)
+        self._sockets.close()
         self._waker.close()
-        for name, address in self.addresses.items():
-            if address.startswith("ipc://"):
-                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
-                log.debug("%s: %s is gone", name, address)
         log.info("stopped")
 
     def _raise_failure(self) -> None:
@@ -387,16 +286,16 @@ class Server:
 
     def _reread(self, *, now: bool = False) -> None:
         """Look at the clients' keys; the sessions of those that are gone end."""
-        if self._gate is not None and self._gate.keys.reread(now=now):
+        if self._sockets.gate is not None and self._sockets.gate.keys.reread(now=now):
             expelled = self._dispatch.sessions.expel(self._dispatch.allowed)
             for session in expelled:
-                self._gate.tell(session.user.encode())
+                self._sockets.gate.tell(session.user.encode())
             self._dispatch.tidy()
-            log.info("%d keys of clients are allowed", len(self._gate.keys))
+            log.info("%d keys of clients are allowed", len(self._sockets.gate.keys))
 
     def _say_where(self) -> None:
-        how = "with CURVE keys" if self._gate is not None else "without keys"
-        if self._gate is None and self.options.insecure:
+        how = "with CURVE keys" if self._sockets.gate is not None else "without keys"
+        if self._sockets.gate is None and self.options.insecure:
             how = "WITHOUT KEYS, as insecure = true asks"
         where = ", ".join(f"{name} {address}" for name, address in self.addresses.items())
         log.info("listening %s: %s", how, where)
@@ -425,12 +324,16 @@ def _sessions(options: ZmqOptions, clock: Callable[[], float]) -> Sessions:
     )
 
 
-def _encrypt(socket: zmq.Socket[bytes], secret: KeyPair | None) -> None:
-    if secret is not None:
-        socket.curve_server = 1
-        socket.curve_secretkey = secret.secret
-        socket.curve_publickey = secret.public
-        socket.zap_domain = b"intarsia"
+def _served(options: ZmqOptions, model: str) -> Served:
+    """Return what clients are told of the server until the engine is there."""
+    return Served(
+        server={"name": "intarsia", "version": version("intarsia")},
+        model={"name": model},
+        composition={},
+        heartbeat_s=options.heartbeat_s,
+        grace_s=options.grace_s,
+        credit=options.credit,
+    )
 
 
 def _allowing(gate: Gate) -> Callable[[str], bool]:
@@ -440,7 +343,3 @@ def _allowing(gate: Gate) -> Callable[[str], bool]:
 def _anybody(user: str) -> bool:
     del user
     return True
-
-
-def _ignore(*args: object, **named: object) -> None:
-    del args, named

@@ -41,7 +41,8 @@ class Waker:
         """Wake the reader; never blocks. Any thread may call it."""
         if not self._woken:
             self._woken = True
-            with suppress(BlockingIOError):  # it is full, so the reader wakes anyway
+            # It is full, so the reader wakes anyway; or closed, and the engine was left in its last step.
+            with suppress(OSError):
                 self._writer.send(b"w")
 
     def clear(self) -> None:
