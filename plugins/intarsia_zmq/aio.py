@@ -70,6 +70,7 @@ class AsyncClient:
         self._inboxes: dict[str, _Inbox] = {}
         #: what the link's thread has brought and the loop has not yet taken
         self._arrived: deque[Events] = deque()
+        self._scheduled = False
         self._link = link(Address.of(address, server_key, key), timeout_s, credit, self._arrive)
         self._asking = Asking(self._link, credit)
 
@@ -187,23 +188,23 @@ class AsyncClient:
 
     def _arrive(self, events: Events) -> None:
         """Called by the link's thread."""
-        first = not self._arrived
         self._arrived.append(events)
-        if first:
+        if not self._scheduled:
+            self._scheduled = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
                 return  # the loop is closed: nobody waits any more
 
     def _deliver(self) -> None:
+        # Before anything is taken: what arrives from here on is taken below, or wakes the loop again.
+        self._scheduled = False
         arrived, inboxes = self._arrived, self._inboxes
         while arrived:
-            # Taken off only when it is read: until then, whatever comes need not wake the loop.
-            for name, said in arrived[0].items():
+            for name, said in arrived.popleft().items():
                 inbox = inboxes.get(name)
                 if inbox is not None:
                     inbox.put(name, said)
-            arrived.popleft()
 
     def _start(self, asked: Generate, inbox: _Inbox) -> None:
         name = asked.request.request_id

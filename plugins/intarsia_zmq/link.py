@@ -212,7 +212,7 @@ class Link:
     def _connect(self) -> None:
         """Make a socket. It connects once, or keeps trying to; a connection that is lost is not made again by it."""
         made = self._context.socket(zmq.DEALER)
-        made.linger = 0
+        made.linger, made.ipv6 = 0, True
         made.maxmsgsize = CLIENT_LIMITS.message_bytes
         made.set(zmq.RECONNECT_IVL, 100)
         made.set(zmq.RECONNECT_IVL_MAX, 1000)
@@ -287,7 +287,7 @@ class Link:
                 return
             event = struct.unpack("=H", head[:2])[0]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._handshakes = 0
+                self._handshakes, self.connection.hint = 0, ""
             elif event & _FAILED_HANDSHAKES:
                 self._handshake_failed(event)
             elif event == zmq.EVENT_DISCONNECTED:
@@ -300,17 +300,25 @@ class Link:
             self._hear()
 
     def _handshake_failed(self, event: int) -> None:
-        connection = self.connection
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            connection.hint = "the server does not let this client's key in"
-        elif self.address.server_key is not None:
-            connection.hint = "the CURVE handshake failed: is the server_key that of this server?"
+        """Tell a refusal from a connection that was cut, which looks much the same, and end what waits where it is one.
+
+        Who was let in before has the right keys: then only a plain refusal counts.
+        """
+        connection, encrypted = self.connection, self.address.server_key is not None
+        refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        if refused:
+            hint = "the server does not let this client's key in"
+        elif connection.welcome is not None or (event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not encrypted):
+            hint = ""
+        elif encrypted:
+            hint = "the CURVE handshake failed: is the server_key that of this server?"
         else:
-            connection.hint = "the handshake failed: does this server want CURVE keys?"
-        connection.lost(connection.hint)
-        self._handshakes += 1
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or self._handshakes >= _MAX_HANDSHAKES:
-            self._deliver(connection.fail(ConnectionLostError(f"{self.address.url}: {connection.hint}")))
+            hint = "the handshake failed: does this server want CURVE keys?"
+        connection.hint = hint
+        connection.lost(hint or "the connection was closed before it began")
+        self._handshakes += bool(hint)
+        if refused or self._handshakes >= _MAX_HANDSHAKES:
+            self._deliver(connection.fail(ConnectionLostError(f"{self.address.url}: {hint}")))
 
     def _say_bye(self) -> None:
         self.connection.leave()

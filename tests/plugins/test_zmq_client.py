@@ -350,6 +350,31 @@ def test_a_network_that_stands_still_longer_than_heartbeats_is_left_for_a_new_co
         assert ids(got) == list(range(400)) and proxy.connections >= 2
 
 
+def test_connections_that_are_closed_before_they_begin_are_waited_out():
+    """As of a proxy whose server is away for a moment."""
+    with (
+        WireServer(pace_s=0.002, limits=SessionLimits(heartbeat_s=1, grace_s=20)) as server,
+        Proxy(server.address) as proxy,
+        Client(proxy.address, timeout_s=20, credit=16) as client,
+    ):
+        stream = client.stream([0, 300])
+        got = [next(stream)]
+        proxy.accepting = False
+        proxy.cut()
+        threading.Timer(1.5, lambda: setattr(proxy, "accepting", True)).start()
+        got += stream
+        assert ids(got) == list(range(300)) and proxy.connections == 2
+        proxy.accepting = False
+        with Client(proxy.address, timeout_s=0.8) as other, pytest.raises(ConnectionLostError, match="before it began"):
+            other.ping()
+
+
+def test_addresses_of_ip_version_6_are_addresses():
+    made = WireServer("tcp://[::1]:0", configure=lambda socket: setattr(socket, "ipv6", True))
+    with made as server, Client(server.address, timeout_s=5) as client:
+        assert client.generate([1, 2]).token_ids == (1, 2)
+
+
 def test_a_client_that_returns_too_late_is_told_that_its_request_is_lost():
     limits = SessionLimits(heartbeat_s=0.2, grace_s=0.2)
     with (
@@ -451,8 +476,8 @@ def test_a_client_that_is_stopped_and_goes_on_misses_nothing():
         os.kill(process.pid, signal.SIGSTOP)
         wait_for(lambda: server.do(lambda: all(s.gone_at for s in server.double.sessions._by_token.values())))
         os.kill(process.pid, signal.SIGCONT)
-        rest, _ = process.communicate(timeout=20)
-        assert [int(word) for word in rest.split()] == list(range(1, 600))
+        rest = process.stdout.read()  # `communicate` would miss what is buffered here
+        assert process.wait(20) == 0 and [int(word) for word in rest.split()] == list(range(1, 600))
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
