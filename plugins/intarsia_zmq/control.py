@@ -10,8 +10,8 @@ from attrs import define, evolve
 
 from intarsia.errors import IntarsiaError, InvalidRequestError
 from intarsia_zmq.dispatch import Dispatch
-from intarsia_zmq.engine_loop import Admit
 from intarsia_zmq.errors import UnsupportedError
+from intarsia_zmq.handover import Admit
 from intarsia_zmq.limits import WireLimits
 from intarsia_zmq.messages import error_message
 from intarsia_zmq.verbs import wrong
@@ -129,10 +129,10 @@ class Control:
             dispatch.max_requests = value
             self._admit(waiting=value)
         elif name == "questions_of_client":
-            dispatch.max_questions = value
+            dispatch.questions.of_client = value
         else:
             assert name == "waiting_bytes"
-            dispatch.max_waiting_bytes = value
+            dispatch.questions.waiting_bytes = value
 
     def _admit(self, **changed: int) -> None:
         dispatch = self.dispatch

@@ -8,20 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, OverloadedError
-from intarsia.protocols import EngineHandle
-from intarsia.types import Chat, Output
+from intarsia.types import Output
 from intarsia_zmq.admission import AdmissionLimits
-from intarsia_zmq.engine_loop import Add, Answered, Ask, Cancel, Refused
 from intarsia_zmq.errors import DrainingError, InternalError, UnsupportedError
 from intarsia_zmq.events import Events
+from intarsia_zmq.handover import Add, Answered, Cancel, Refused
 from intarsia_zmq.lifecycle import Lifecycle
 from intarsia_zmq.limits import WireLimits
-from intarsia_zmq.logprobs import write_ids
 from intarsia_zmq.messages import Served, Welcome, error_message, read_credit, read_hello, write_welcome
-from intarsia_zmq.requests import Generate, read_chat, read_generate
+from intarsia_zmq.questions import RETRY_S, Asked, Question, Questions, ask_stats, read_detokenize, read_tokenize
+from intarsia_zmq.requests import Generate, read_generate
 from intarsia_zmq.router import chose_its_name
 from intarsia_zmq.sessions import Session, Sessions
 from intarsia_zmq.verbs import checked, says, wrong
@@ -29,22 +28,8 @@ from intarsia_zmq.wire import Frames, Message, batched, decode, encode
 
 log = logging.getLogger("intarsia.zmq")
 
-#: When to come again, where nothing tells how long what is there will take.
-_RETRY_S = 1.0
-
-
 #: Takes a message of a client, and its size in bytes.
 _Handler: TypeAlias = Callable[[Session, Message, int], None]
-
-
-@frozen
-class Asked:
-    """Whose question it is, and what an answer to it is called."""
-
-    connection: bytes
-    client: int
-    request_id: str
-    kind: str
 
 
 @define(eq=False, kw_only=True)
@@ -55,32 +40,30 @@ class Dispatch:
         sessions: the clients.
         lifecycle: what the server is at.
         events: told of requests.
+        questions: those that wait for the engine.
         served: what the server says that it is.
         send: gives frames to a connection: (connection, frames, keep).
         allowed: whether the client of this key may speak still.
         wire: how large messages may be.
         admission: what the engine's thread was told of who may wait.
-        max_requests, max_questions, max_waiting_bytes: see the options' limits.
+        max_requests: in flight, of all clients.
     """
 
     sessions: Sessions
     lifecycle: Lifecycle
     events: Events
+    questions: Questions
     served: Served
     send: Callable[..., None]
     allowed: Callable[[str], bool] = lambda _: True
     wire: WireLimits = field(factory=WireLimits)
     admission: AdmissionLimits = field(factory=AdmissionLimits)
     max_requests: int = 4096
-    max_questions: int = 16
-    max_waiting_bytes: int = 256 << 20
     explained: Mapping[str, Any] | None = field(default=None, init=False)
     #: what the server counts
     counts: Counter[str] = field(factory=Counter, init=False)
     #: (when, whose) of requests that have to end
     _deadlines: list[tuple[float, str]] = field(factory=list, init=False)
-    #: client -> its questions that wait
-    _questions: Counter[int] = field(factory=Counter, init=False)
     #: kind -> what takes it
     _handlers: Mapping[str, _Handler] = field(init=False)
 
@@ -190,9 +173,8 @@ class Dispatch:
     def _check_room(self, num_bytes: int) -> None:
         if self.sessions.in_flight >= self.max_requests:
             text = f"{self.sessions.in_flight} requests are in flight, as many as there may be"
-            raise OverloadedError(text, retry_after_s=_RETRY_S)
-        if self.lifecycle.loop.waiting_bytes + num_bytes > self.max_waiting_bytes:
-            raise OverloadedError("as many bytes wait for the engine as may", retry_after_s=_RETRY_S)
+            raise OverloadedError(text, retry_after_s=RETRY_S)
+        self.questions.check_room(num_bytes)
 
     def _cost(self, asked: Generate) -> int:
         """Return the tokens that it may take: no choice is longer than the model's context, which most do not fill."""
@@ -223,33 +205,22 @@ class Dispatch:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def _tokenize(self, session: Session, message: Message, num_bytes: int) -> None:
-        body = checked("tokenize", message.body)
-        if ("text" in body) == ("messages" in body):
-            raise InvalidRequestError("text: give either a text or messages", field="text")
-        prompt: str | Chat = body["text"] if "text" in body else read_chat({"messages": body["messages"]})
-
-        def question(engine: EngineHandle) -> Mapping[str, Any]:
-            return {"token_ids": write_ids(engine.tokenize(prompt))}
-
-        self._ask(session, message, "tokens", question, num_bytes)
+        self._ask(session, message, "tokens", read_tokenize(message), num_bytes)
 
     def _detokenize(self, session: Session, message: Message, num_bytes: int) -> None:
-        body = checked("detokenize", message.body)
-        ids, skip = list(body["token_ids"]), body.get("skip_special_tokens", True)
-
-        def question(engine: EngineHandle) -> Mapping[str, Any]:
-            return {"text": engine.detokenize(ids, skip_special_tokens=skip)}
-
-        self._ask(session, message, "text", question, num_bytes)
+        self._ask(session, message, "text", read_detokenize(message), num_bytes)
 
     def _stats(self, session: Session, message: Message, num_bytes: int) -> None:
-        def question(engine: EngineHandle) -> Mapping[str, Any]:
-            return {"engine": dict(engine.stats())}
-
         if self.lifecycle.started and self.lifecycle.failure is None:
-            self._ask(session, message, "figures", question, num_bytes)
+            self._ask(session, message, "figures", ask_stats, num_bytes)
         else:
             self._reply(session, Message("figures", message.id, 0, {"engine": {}, "server": self.figures()}))
+
+    def _ask(self, session: Session, message: Message, kind: str, question: Question, num_bytes: int) -> None:
+        if self.lifecycle.failure is not None:
+            raise ExecutionError("the engine failed; it answers nothing more")
+        assert session.connection is not None
+        self.questions.ask(Asked(session.connection, session.number, message.id, kind), question, num_bytes)
 
     def _models(self, session: Session, message: Message, num_bytes: int) -> None:
         del num_bytes
@@ -258,7 +229,7 @@ class Dispatch:
     def _explain(self, session: Session, message: Message, num_bytes: int) -> None:
         del num_bytes
         if self.explained is None:
-            raise OverloadedError("the engine is starting; ask again when it is ready", retry_after_s=_RETRY_S)
+            raise OverloadedError("the engine is starting; ask again when it is ready", retry_after_s=RETRY_S)
         self._reply(session, Message("explained", message.id, 0, self.explained))
 
     def _replay(self, session: Session, message: Message, num_bytes: int) -> None:
@@ -269,26 +240,6 @@ class Dispatch:
         if "from" not in body:
             raise wrong("from", None, "the number of an event")
         self._reply(session, Message("events", message.id, 0, self.events.since(body["from"])))
-
-    def _ask(
-        self,
-        session: Session,
-        message: Message,
-        kind: str,
-        question: Callable[[EngineHandle], Mapping[str, Any]],
-        num_bytes: int,
-    ) -> None:
-        if self.lifecycle.failure is not None:
-            raise ExecutionError("the engine failed; it answers nothing more")
-        if self._questions[session.number] >= self.max_questions:
-            text = f"{self.max_questions} questions of yours wait, as many as may"
-            raise OverloadedError(text, retry_after_s=_RETRY_S)
-        if self.lifecycle.loop.waiting_bytes + num_bytes > self.max_waiting_bytes:
-            raise OverloadedError("as many bytes wait for the engine as may", retry_after_s=_RETRY_S)
-        assert session.connection is not None
-        self._questions[session.number] += 1
-        tag = Asked(session.connection, session.number, message.id, kind)
-        self.lifecycle.loop.post(Ask(tag, question, num_bytes))
 
     # --- from the engine ----------------------------------------------------------------------------------------------
 
@@ -316,11 +267,7 @@ class Dispatch:
     def answer(self, answered: Answered) -> None:
         """Give the answer to a question, if who asked is still there."""
         asked: Asked = answered.tag
-        left = self._questions[asked.client] - 1
-        if left > 0:
-            self._questions[asked.client] = left
-        else:
-            del self._questions[asked.client]
+        self.questions.answered(asked)
         if self.sessions.at(asked.connection) is None:
             return
         if answered.error is not None:

@@ -12,7 +12,7 @@ import zmq
 from attrs import define, field
 
 from intarsia.types import Output
-from intarsia_zmq.engine_loop import Figures
+from intarsia_zmq.handover import Figures
 from intarsia_zmq.wire import Message, encode
 
 

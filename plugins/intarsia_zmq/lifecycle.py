@@ -7,7 +7,8 @@ from typing import Any
 
 from attrs import define, field
 
-from intarsia_zmq.engine_loop import EngineLoop, Pause
+from intarsia_zmq.engine_loop import EngineLoop
+from intarsia_zmq.handover import Pause
 
 
 @define(eq=False, kw_only=True)

@@ -18,12 +18,14 @@ from intarsia.types import Output
 from intarsia_zmq.admission import Admission, AdmissionLimits
 from intarsia_zmq.control import Control
 from intarsia_zmq.dispatch import Dispatch
-from intarsia_zmq.engine_loop import Answered, EngineLoop, Failed, Figures, Refused, Started, Stop, Stopped
+from intarsia_zmq.engine_loop import EngineLoop
 from intarsia_zmq.events import Events
+from intarsia_zmq.handover import Answered, Failed, Figures, Refused, Started, Stop, Stopped
 from intarsia_zmq.lifecycle import Lifecycle
 from intarsia_zmq.limits import ServerLimits, SessionLimits, WireLimits
 from intarsia_zmq.messages import Served
 from intarsia_zmq.options import ZmqOptions
+from intarsia_zmq.questions import Questions
 from intarsia_zmq.security import Gate
 from intarsia_zmq.sessions import Sessions
 from intarsia_zmq.sockets import CONTROL_LIMITS, Places, Sockets
@@ -88,14 +90,13 @@ class Server:
             sessions=sessions,
             lifecycle=lifecycle,
             events=Events(sockets.publisher, options.kept_events),
+            questions=Questions(loop=loop, of_client=limits.questions_of_client, waiting_bytes=limits.waiting_bytes),
             served=_served(options, model),
             send=sockets.data.send,
             allowed=_anybody if sockets.gate is None else _allowing(sockets.gate),
             wire=WireLimits(message_bytes=limits.message_bytes),
             admission=admission,
             max_requests=limits.requests,
-            max_questions=limits.questions_of_client,
-            max_waiting_bytes=limits.waiting_bytes,
         )
         control = Control(dispatch=dispatch, reread_keys=lambda: server._reread(now=True), wire=CONTROL_LIMITS)
         server = cls(

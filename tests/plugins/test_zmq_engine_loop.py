@@ -8,13 +8,13 @@ import pytest
 from intarsia.errors import ExecutionError, InvalidRequestError, OverloadedError
 from intarsia.types import Output, Request, SamplingParams
 from intarsia_zmq.admission import Admission, AdmissionLimits
-from intarsia_zmq.engine_loop import (
+from intarsia_zmq.engine_loop import EngineLoop
+from intarsia_zmq.handover import (
     Add,
     Admit,
     Answered,
     Ask,
     Cancel,
-    EngineLoop,
     Failed,
     Figures,
     Pause,
