@@ -11,10 +11,7 @@ one guess deeper, and depth(n) the longest draft among the n; D is 0 for drafter
 C is convex the highest rate is where the next guess stops to pay: a_i ** j / rate < C(T + 1) - C(T). C often is not
 (kernels run whole tiles of rows), so every n is looked at. Equal inputs give equal answers: there is no clock here.
 
-**Coming back.** What is not run is not measured. So every `PLAIN_EVERY` drafting steps one runs plain, and after
-`patience` steps a step verifies more than the rule says. Patience doubles with each such probe up to `PATIENCE_MAX`,
-and begins anew when the rule comes to ask for more. Acceptance costs nothing to measure with drafters whose guesses
-are there anyway: a guess that is not verified is compared with what came.
+What is not run is not measured, so that now and then a step does other than the rule says: see `probing`.
 """
 
 from __future__ import annotations
@@ -24,21 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from attrs import Factory, define, evolve, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from intarsia.protocols import Drafter, DraftRequest, StepCost, Target, Verified
 from intarsia.types import Draft, Entered, SequenceId
 from intarsia_speculative.acceptance import Acceptance
 from intarsia_speculative.cost import CostCurve, assumed
 from intarsia_speculative.figures import Figures
+from intarsia_speculative.probing import Probing
 
 #: The part of the rate that drafts must add: less is within the noise of what was measured.
 MARGIN = 0.03
-PLAIN_EVERY = 48
-PATIENCE_MIN = 16
-PATIENCE_MAX = 512
-#: A probe is not worth its time where the best guess is hardly ever right.
-HOPELESS = 0.15
 
 
 @frozen
@@ -130,12 +123,11 @@ class Adaptive(Drafter):
     _deeper: deque[float] = Factory(lambda: deque(maxlen=9))
     _asked_depth: int = 0
     _last: tuple[int, int, int] = (0, 0, 0)  # rows, tokens, drafts of the step before
-    _since_plain: int = PLAIN_EVERY
-    _since_probe: int = 0
-    _patience: int = PATIENCE_MIN
-    _probed: int = 0
-    _probes: int = 0
+    _probing: Probing = field(init=False)
     _chosen: Mapping[str, Any] = Factory(dict)
+
+    def __attrs_post_init__(self) -> None:
+        self._probing = Probing(self.is_cheap)
 
     def start(self, target: Target) -> None:
         """Start the drafter."""
@@ -179,13 +171,15 @@ class Adaptive(Drafter):
     def observe(self, verified: Sequence[Verified], cost: StepCost) -> None:
         """Take in what a step took. Only steps without parts of prompts say what verifying costs."""
         self.inner.observe(verified, cost)
-        drafted = sum(one.drafted for one in verified)
+        drafted, accepted = sum(one.drafted for one in verified), sum(one.accepted for one in verified)
         self.figures.add(verified, cost)
         self._last = cost.num_rows, cost.num_tokens, drafted
         if cost.num_tokens == cost.num_rows + drafted:
-            self.costs.add(cost.num_tokens, cost.target_s)
-            if not drafted:
-                self._since_plain = 0
+            row_s = self.costs.seconds(cost.num_rows) / cost.num_rows if self.costs.is_known else 0.0
+            plain_s = row_s * (cost.num_rows + accepted)
+            self._probing.observe(drafted, accepted, cost.target_s + cost.draft_s, plain_s)
+            if self.costs.add(cost.num_tokens, cost.target_s):
+                self._probing.trust(drafted)
         if drafted and self._asked_depth:
             self._deeper.append(cost.draft_s / self._asked_depth)
 
@@ -205,8 +199,8 @@ class Adaptive(Drafter):
             "acceptance": acceptance,
             "step_s": {str(tokens): seconds for tokens, seconds in self.costs.measured().items()},
             "draft_s_a_guess": self._deeper_s,
-            "probes": self._probes,
-            "patience": self._patience,
+            "probes": self._probing.num_probes,
+            "patience": self._probing.patience,
             "chosen": dict(self._chosen),
         }
 
@@ -222,8 +216,9 @@ class Adaptive(Drafter):
         if not rungs:
             return [0] * len(ids)
         base = self._base(len(ids))
-        n = best(rungs, len(ids), lambda n, depth: self.costs.seconds(base + n) + depth * self._deeper_s)
-        ruled, n = n, self._or_probe(rungs, len(ids), base, n)
+        rungs = rungs[: self._probing.bound(len(ids))]
+        ruled = best(rungs, len(ids), lambda n, depth: self._step_s(base + n, depth))
+        n = self._or_probe(rungs, len(ids), base, ruled)
         self._chosen = {
             "rows": len(ids),
             "base_tokens": base,
@@ -234,21 +229,21 @@ class Adaptive(Drafter):
         }
         return counts(rungs, n, len(ids))
 
+    def _step_s(self, num_tokens: int, depth: int) -> float:
+        return self.costs.seconds(num_tokens) + depth * self._deeper_s
+
     def _or_probe(self, rungs: Sequence[Rung], num_rows: int, base: int, ruled: int) -> int:
         """Return what the rule says, or another number where one was not tried for long."""
-        self._since_plain += 1
-        self._since_probe += 1
-        if ruled > self._probed:
-            self._patience, self._probed = PATIENCE_MIN, ruled
-        if not self.costs.is_known or (ruled and self._since_plain > PLAIN_EVERY):
+        if self._probing.is_plain_due(ruled) or not self.costs.is_known:
             return 0
-        if self._since_probe < self._patience or rungs[0].gain < HOPELESS or ruled == len(rungs):
-            return ruled
-        self._since_probe, self._patience = 0, min(2 * self._patience, PATIENCE_MAX)
-        self._probes += 1
-        self._probed = ruled
         by_shape = best(rungs, num_rows, lambda n, _: assumed(base + n))
-        return min(len(rungs), max(by_shape, ruled + max(1, num_rows // 4, ruled // 2)))
+        n = min(len(rungs), max(by_shape, ruled + max(1, num_rows // 4, ruled // 2)))
+        if n == ruled:
+            return ruled
+        depth, gain = max(rung.depth for rung in rungs[:n]), sum(rung.gain for rung in rungs[:n])
+        plain_s = self.costs.seconds(base)
+        loss_s = max(0.0, self._step_s(base + n, depth) - plain_s * (1 + gain / num_rows))
+        return n if self._probing.is_due(ruled, rungs[0].gain, loss_s) else ruled
 
     def _base(self, num_rows: int) -> int:
         """The tokens of the next step without drafts, as far as the step before tells.

@@ -14,6 +14,10 @@ KNEE = 8
 SAMPLES = 9
 #: Steps that the pace is the median of.
 PACES = 5
+#: Steps are at most so many times slower, or faster, than they were at first.
+MAX_PACE = 1000.0
+#: A first sample so far above what was expected says more of the first time than of the size.
+SLOW = 1.25
 #: Clocks can stand still between two readings.
 TICK_S = 1e-9
 #: Up to this many tokens, each count is a bucket of its own; beyond, an eighth of a power of two is one.
@@ -38,27 +42,30 @@ class CostCurve:
     """Seconds of a step by its tokens: C(T) = assumed(T) * ratio(T) * pace.
 
     `ratio` is, at a bucket that was measured, the median of its last samples over the assumed cost; between two of them
-    it is interpolated, and beyond the outermost it is theirs. `pace` is the median, over the last steps, of what a step
+    it is interpolated, and beyond the outermost it is theirs; but past the largest, cost grows at least as fast as it did
+    from the smallest to the largest. `pace` is the median, over the last steps, of what a step
     took over what it was known to take: when the machine is busy or contexts have grown, all steps take longer, and
     that says nothing of how many tokens to run. Samples are taken at the pace of their time. The first sample of a
-    bucket is left out: what runs for the first time is slow.
+    bucket is left out where it is above what was expected: what runs for the first time is slow.
     """
 
     _samples: dict[int, deque[float]] = Factory(dict)
     _points: list[tuple[int, float]] = Factory(list)
     _paces: deque[float] = Factory(lambda: deque(maxlen=PACES))
 
-    def add(self, num_tokens: int, seconds: float) -> None:
-        """Take in what a step took."""
-        key = bucket(num_tokens)
+    def add(self, num_tokens: int, seconds: float) -> bool:
+        """Take in what a step took; return whether it is trusted."""
+        key, sample = bucket(num_tokens), max(seconds, TICK_S) / self.pace
+        usual = self._usual(key)
         if key not in self._samples:
             self._samples[key] = deque(maxlen=SAMPLES)
-            return
-        pace = self.pace
-        if self._samples[key]:
-            self._paces.append(max(seconds, TICK_S) / self._usual(key))
-        self._samples[key].append(max(seconds, TICK_S) / pace)
+            if not self._points or sample > SLOW * usual:
+                return False
+        elif self._samples[key]:
+            self._paces.append(min(max(max(seconds, TICK_S) / usual, 1 / MAX_PACE), MAX_PACE))
+        self._samples[key].append(sample)
         self._points = sorted((key, median(found) / assumed(key)) for key, found in self._samples.items() if found)
+        return True
 
     @property
     def is_known(self) -> bool:
@@ -75,7 +82,12 @@ class CostCurve:
         return self._usual(num_tokens) * self.pace
 
     def _usual(self, num_tokens: int) -> float:
-        return assumed(num_tokens) * self._ratio(num_tokens)
+        usual = assumed(num_tokens) * self._ratio(num_tokens)
+        if len(self._points) < 2 or num_tokens <= self._points[-1][0]:
+            return usual
+        (low, first), (high, last) = self._points[0], self._points[-1]
+        slope = (assumed(high) * last - assumed(low) * first) / (high - low)
+        return max(usual, assumed(high) * last + slope * (num_tokens - high))
 
     def _ratio(self, num_tokens: int) -> float:
         if not self._points:
