@@ -293,6 +293,52 @@ def test_reaching_out_of_the_sandbox_is_an_invalid_request(source):
         ChatTemplate(source, {}).render([_user()])
 
 
+_SHARING = (
+    "{% set n = namespace(a=['x'], b=['x'], t=(1,)) %}{% for i in range(40) %}"
+    "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% set n.t = (n.t, n.t) %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "{{ n.a }}",
+        "{{ n }}",
+        "{{ n.a ~ 'x' }}",
+        "{{ n.a | tojson }}",
+        "{{ n.a | join }}",
+        "{{ n.a | pprint }}",
+        "{{ [n.a] | map('string') | list }}",
+        "{{ [{'k': n.a}] | map(attribute='k') | join }}",
+        "{{ '%s' % n.a }}",
+        "{{ '%s' | format(n.a) }}",
+        "{{ '{}'.format(n.a) }}",
+        "{{ {'k': n.a}.items() }}",
+        "{{ n.a == n.b }}",
+        "{{ n.a in [n.b] }}",
+        "{{ n.a is eq(n.b) }}",
+        "{{ [n.a] | select('eq', n.b) | list }}",
+        "{{ [n.a, n.b] | sort }}",
+        "{{ [{'k': n.a}, {'k': n.b}] | groupby('k') }}",
+        "{{ [n.a].count(n.b) }}",
+        "{{ {n.t: 1} }}",
+        "{{ {}[n.t] }}",
+        "{{ raise_exception(n.a) }}",
+        "{% macro f(x) %}{{ x }}{% endmacro %}{{ f(n.a) }}",
+        "{% for i in range(40) %}{% set n.a = (n.a + n.a) | batch(2) | list %}{% endfor %}{{ n.a }}",
+    ],
+)
+def test_lists_that_hold_one_another_many_times_are_stopped_before_they_are_written_out(use):
+    began = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="is stopped: a value of size"):
+        ChatTemplate(_SHARING + use, {}).render([_user()])
+    assert time.monotonic() - began < 10  # where they are not, one takes minutes and all memory
+
+
+def test_lists_that_are_not_written_out_may_hold_what_they_like():
+    assert ChatTemplate(_SHARING + "{{ n.a | length }}{{ n.a[0] | first | count }}", {}).render([_user()]) == "22"
+
+
 def test_a_template_cannot_change_the_callers_messages():
     messages = [_user(tags=["a"])]
     template = ChatTemplate("{% set _ = dict(messages[0], role='x') %}{% set messages = [] %}done", {})

@@ -3,7 +3,9 @@
 A chat template is a program that came with a model file. Jinja's immutable sandbox keeps it from the interpreter's
 insides; this one also bounds what it takes. Counted as steps are every iteration of a loop, every item that a loop's
 condition tests, and every call. Limited are the output, the text that operators, filters, calls and set blocks make,
-the lists that operators make, whole numbers, and the sizes asked of padding filters and methods.
+the lists that operators make, whole numbers, and the sizes asked of padding filters and methods. Limited too is what is
+written, compared or given to filters and calls: a list can hold another one twice, and that one another, so that forty
+lists have a text of terabytes.
 
 Not bounded: what one single operation of the standard library takes, such as `replace` of a short text by a long one
 or a format string with a huge width. The time is looked at after each step, so one such operation can overrun it.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from datetime import datetime
 from functools import wraps
 from typing import Any
@@ -23,7 +25,7 @@ from jinja2 import Template, Undefined, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -39,6 +41,14 @@ _BUDGET = " budget"
 # Filters and methods that make something as large as a number says.
 _SIZED_FILTERS = ("batch", "center", "indent", "slice")
 _SIZED_METHODS = ("center", "expandtabs", "ljust", "rjust", "zfill")
+#: What does not go into the values that a list holds, for which a long chat is not looked through.
+_SHALLOW_FILTERS = frozenset(
+    {"attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject"}
+    | {"rejectattr", "reverse", "select", "selectattr", "slice"}
+)
+_SHALLOW_CALLS = (Macro, LoopContext)
+#: Values in lists and tables, counted each time that one is held; no chat has more.
+_MAX_VALUES = 1_000_000
 
 
 class TemplateRefusal(Exception):  # noqa: N818 it is the template's word, not a fault
@@ -92,13 +102,18 @@ class _TemplateNamespace(Namespace):
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment of one template, with what Hugging Face's `apply_chat_template` offers to templates."""
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_limit_tree
+        )
         self.filters["tojson"] = _tojson
         for name, filter_ in self.filters.items():
-            self.filters[name] = _bounded(filter_, sized=name in _SIZED_FILTERS)
+            self.filters[name] = _bounded(filter_, sized=name in _SIZED_FILTERS, shallow=name in _SHALLOW_FILTERS)
+        tests: dict[str, Any] = self.tests
+        for name, test in tests.items():
+            tests[name] = _bounded(test, sized=False, shallow=False)
         self.globals.pop("lipsum")
         self.globals |= {
             "dict": _Dict(),
@@ -115,6 +130,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 loop.test = nodes.And(_call_of("tick"), loop.test)
         for concat in list(tree.find_all(nodes.Concat)):
             concat.nodes = [_call_of("concatenate", *concat.nodes)]
+        for comparison in list(tree.find_all(nodes.Compare)):
+            sides: list[Any] = [comparison, *comparison.ops]
+            if not any(isinstance(side.expr, nodes.Const) for side in sides):  # what a literal equals is small
+                for side in sides:
+                    side.expr = _call_of("limited", side.expr)
+        for pair in list(tree.find_all(nodes.Pair)):
+            if not isinstance(pair.key, nodes.Const):  # a key that is a tuple is hashed, with all that it holds
+                pair.key = _call_of("limited", pair.key)
         for block in list(tree.find_all(nodes.AssignBlock)):
             # Filters limit what they return, and a set block is the one text that passes none.
             block.filter = nodes.Filter(block.filter, "string", [], [], None, None)
@@ -137,6 +160,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Nothing: that it is called is the point, as `call` counts."""
         return True
 
+    def limited(self, value: Any) -> Any:
+        """A side of a comparison, or a key: `call` limits what it is given."""
+        return value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Look up a key or an index."""
+        return super().getitem(obj, _limit_tree(argument))
+
     def concatenate(self, *values: Any) -> str:
         """The `~` operator."""
         texts = [str(value) for value in values]
@@ -148,6 +179,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         context.parent[_BUDGET].spend()
         if getattr(obj, "__name__", "") in _SIZED_METHODS:
             _limit_all((*args, *kwargs.values()))
+        if not isinstance(obj, _SHALLOW_CALLS):
+            for value in (*args, *kwargs.values()):
+                _limit_tree(value)
         result = super().call(context, obj, *args, **kwargs)
         _limit(len(result) if isinstance(result, str) else 0)
         return result
@@ -163,6 +197,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _limit(_length(left) * _length(right))
         elif operator == "+":
             _limit(_length(left) + _length(right))
+        elif operator == "%":
+            _limit_tree(right)
         return super().call_binop(context, operator, left, right)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
@@ -187,17 +223,49 @@ def _limit(size: int, most: int = MAX_SIZE) -> None:
         raise BoundExceeded(f"a value of size {size} is more than {most}")
 
 
+def _limit_tree(value: Any) -> Any:
+    """Return a value whose text is not too large, whatever it holds however often."""
+    left, size, num_values = [value], 0, 0
+    while left:
+        one = left.pop()
+        items = _items(one)
+        size += len(one) if isinstance(one, str) else 0
+        num_values += len(items)
+        _limit(size)
+        _limit(num_values, _MAX_VALUES)
+        left += items
+    return value
+
+
+def _items(value: Any) -> Collection[Any]:
+    """Return what a value holds and would write out, none for what is no list or table."""
+    if isinstance(value, Context):  # Jinja's own argument of some filters
+        return ()
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    if isinstance(value, Namespace):
+        return _items(object.__getattribute__(value, "_Namespace__attrs"))
+    if isinstance(value, ItemsView):
+        return [one for pair in value for one in pair]
+    return value if isinstance(value, list | tuple | set | frozenset | KeysView | ValuesView) else ()
+
+
 def _limit_all(values: tuple[Any, ...]) -> None:
     for value in values:
         if isinstance(value, int):
             _limit(value)
 
 
-def _bounded(filter_: Callable[..., Any], *, sized: bool) -> Callable[..., Any]:
+def _bounded(filter_: Callable[..., Any], *, sized: bool, shallow: bool) -> Callable[..., Any]:
     @wraps(filter_)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         if sized:
             _limit_all((*args, *kwargs.values()))
+        if not shallow:
+            # What a lazy filter yields is looked at as a list.
+            args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+            for value in (*args, *kwargs.values()):
+                _limit_tree(value)
         result = filter_(*args, **kwargs)
         _limit(len(result) if isinstance(result, str) else 0)
         return result
