@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from intarsia.errors import CheckpointError, IntarsiaError, InvalidRequestError
 from intarsia.text import ChatTemplate
+from intarsia.types import Chat
 
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -337,6 +338,25 @@ def test_lists_that_hold_one_another_many_times_are_stopped_before_they_are_writ
 
 def test_lists_that_are_not_written_out_may_hold_what_they_like():
     assert ChatTemplate(_SHARING + "{{ n.a | length }}{{ n.a[0] | first | count }}", {}).render([_user()]) == "22"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "{{ tools is none }}",
+        "{{ 1 if tools is not none and tools }}",
+        "{{ tools | length }}",
+        "{{ (tools | first)['type'] == m.role }}",
+        "{% macro f(x) %}{% endmacro %}{{ f(tools) }}",
+    ],
+)
+def test_what_templates_ask_of_each_message_does_not_look_through_all_tools(use):
+    schema = {"properties": {f"p{index}": {"type": "string"} for index in range(100)}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}] * 50
+    chat = Chat([_user()] * 1000, tools=tools)
+    began = time.monotonic()
+    ChatTemplate("{% for m in messages %}" + use + "{% endfor %}", {}).render(chat)
+    assert time.monotonic() - began < 1  # looking through them takes seconds
 
 
 def test_a_template_cannot_change_the_callers_messages():

@@ -46,6 +46,10 @@ _SHALLOW_FILTERS = frozenset(
     {"attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject"}
     | {"rejectattr", "reverse", "select", "selectattr", "slice"}
 )
+#: Those that go into the values: `x is eq(y)`. The others, such as `tools is none`, are asked often.
+_COMPARING_TESTS = frozenset(
+    {"==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ne", "in", "lt", "lessthan", "le", "gt", "greaterthan", "ge"}
+)
 _SHALLOW_CALLS = (Macro, LoopContext)
 #: Values in lists and tables, counted each time that one is held; no chat has more.
 _MAX_VALUES = 1_000_000
@@ -112,8 +116,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for name, filter_ in self.filters.items():
             self.filters[name] = _bounded(filter_, sized=name in _SIZED_FILTERS, shallow=name in _SHALLOW_FILTERS)
         tests: dict[str, Any] = self.tests
-        for name, test in tests.items():
-            tests[name] = _bounded(test, sized=False, shallow=False)
+        for name in _COMPARING_TESTS:
+            tests[name] = _bounded(tests[name], sized=False, shallow=False)
         self.globals.pop("lipsum")
         self.globals |= {
             "dict": _Dict(),
