@@ -103,7 +103,7 @@ class Call:
     def begin(self, offered: int) -> Frames:
         """Return the frames of the request, to be sent: for the first time, or since it never came."""
         self.tries += 1
-        self.seq = self.taken = 0
+        assert not self.seq, "it has begun"
         self.granted = self.window(offered)
         return self.frames
 

@@ -103,7 +103,9 @@ def ends(events):
 
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("start"), st.integers(0, 6), st.sampled_from([None, 1, 3])),
+        st.tuples(st.just("start"), st.integers(1, 40), st.sampled_from([None, 1, 3])),
+        st.just(("round",)),
+        st.just(("round",)),
         st.tuples(st.just("hear"), st.integers(1, 3)),
         st.tuples(st.just("read"), st.integers(1, 3)),
         st.tuples(st.just("take"), st.integers(0, 5), st.integers(1, 3)),
@@ -111,7 +113,8 @@ actions = st.lists(
         st.just(("step",)),
         st.just(("cut",)),
     ),
-    max_size=60,
+    min_size=20,
+    max_size=80,
 )
 
 
@@ -123,16 +126,21 @@ def test_no_delta_is_lost_or_doubled_and_nothing_is_left_wherever_the_pipe_is_cu
         if what == "start" and len(asked) < 6:
             count, credit = args
             name = str(len(asked))
-            asked[name] = list(range(100 * len(asked), 100 * len(asked) + max(count, 1)))
-            joined.start(name, asked[name][0], max(count, 1), credit)
+            asked[name] = list(range(100 * len(asked), 100 * len(asked) + count))
+            joined.start(name, asked[name][0], count, credit)
         elif what == "take":
-            name = str(args[0])
+            name = str(args[0] % max(len(asked), 1))
             call = joined.connection._calls.get(name)
             if call is not None:
                 joined.connection.take(name, min(args[1], joined.deltas(name) - call.taken))
         elif what == "cancel" and str(args[0]) in asked:
             joined.connection.cancel(str(args[0]))
             cancelled.add(str(args[0]))
+        elif what == "round":
+            joined.flush()
+            joined.hear()
+            joined.step()
+            joined.read()
         elif what in ("hear", "read"):
             getattr(joined, what)(*args)
         elif what in ("step", "cut"):
@@ -142,7 +150,7 @@ def test_no_delta_is_lost_or_doubled_and_nothing_is_left_wherever_the_pipe_is_cu
             window = call.window(LIMITS.credit)
             unread = joined.deltas(name) - call.taken
             assert call.cancelled or unread <= window, "more came than was granted"
-    joined.settle()
+    joined.settle(rounds=60)
     for name, ids in asked.items():
         if name not in cancelled:
             # Sent again after MAX_TRIES cuts before its first delta, a request is given up, and says so.
@@ -154,6 +162,116 @@ def test_no_delta_is_lost_or_doubled_and_nothing_is_left_wherever_the_pipe_is_cu
             assert joined.ids(name) == ids[: len(joined.ids(name))] and len(ends(joined.got.get(name, []))) <= 1
     assert joined.connection.is_idle and joined.connection._events == {}
     assert idle(joined.server) == {"running": 0, "in flight": 0, "bytes": 0}
+
+
+def test_a_connection_begins_with_the_token_and_what_was_received_and_nothing_else():
+    joined = Joined()
+    joined.start("a", 0, 0)
+    joined.start("b", 0, 0)
+    joined.settle(rounds=3)
+    seqs = {name: joined.deltas(name) for name in "ab"}
+    assert min(seqs.values()) > 0
+    joined.connection.take("a", 4)
+    joined.connection.cancel("b")
+    joined.connection.lost("cut")
+    joined.connection.connect()
+    (frames,) = joined.connection.outgoing
+    (hello,) = decode(frames, CLIENT_LIMITS)
+    assert hello.kind == "hello" and hello.body["received"] == seqs
+    assert hello.body["token"] == joined.connection.welcome.token
+
+
+def test_an_end_whose_confirmation_was_lost_is_confirmed_when_it_comes_again():
+    joined = Joined()
+    joined.start("a", 0, 3)
+    joined.settle(rounds=2)
+    while joined.connection._calls:
+        joined.hear()
+        joined.step()
+        joined.read()
+        joined.connection.take("a", joined.deltas("a"))
+    assert ends(joined.got["a"]) == ["Done"] and joined.server.sessions.num_bytes > 0
+    joined.cut()  # before the server hears of it
+    joined.settle(rounds=3)
+    assert ends(joined.got["a"]) == ["Done"] and idle(joined.server)["bytes"] == 0
+
+
+def test_requests_that_never_came_are_sent_again_in_their_order():
+    joined = Joined()
+    joined.hear()
+    joined.read()
+    for name in "abc":
+        joined.start(name, 0, 3)
+    joined.flush()
+    joined.cut()
+    joined.start("d", 0, 3)
+    joined.settle()
+    assert [asked.request.request_id for asked in joined.server.asked] == list("abcd")
+
+
+def test_a_request_that_never_came_and_was_cancelled_is_not_sent_again():
+    joined = Joined()
+    joined.hear()
+    joined.read()
+    joined.start("a", 0, 3)
+    joined.flush()
+    joined.connection.cancel("a")
+    joined.server = Double(**joined.options)
+    joined.cut()
+    joined.settle(rounds=3)
+    assert joined.server.asked == [] and joined.connection.is_idle
+
+
+def test_after_a_cut_a_reader_that_had_read_its_window_gets_the_next():
+    """The grant was on the way when the connection broke."""
+    joined = Joined()
+    joined.start("a", 0, 12)
+    joined.settle(rounds=6, take=False)
+    joined.connection.take("a", 4)
+    joined.flush()
+    joined.cut()
+    joined.settle(rounds=6, take=False)
+    assert joined.deltas("a") == 8 and joined.connection._calls["a"].granted == 8
+
+
+def test_a_grant_goes_by_what_was_read_and_not_by_what_came():
+    joined = Joined()
+    joined.start("a", 0, 100)
+    joined.settle(rounds=6, take=False)
+    joined.connection.take("a", 2)
+    joined.settle(rounds=6, take=False)
+    assert joined.deltas("a") == 6
+
+
+def test_a_cancelled_request_with_much_to_say_and_many_choices_ends_whatever_its_window():
+    joined = Joined()
+    joined.start("a", 0, 0, credit=1, params=SamplingParams(n=7))
+    joined.settle(rounds=4, take=False)
+    assert joined.deltas("a") == 1
+    joined.connection.cancel("a")
+    joined.flush()
+    joined.hear()
+    # The double aborts the first choice alone: let the others end, with something to say each.
+    stream = joined.server.sessions._by_token[next(iter(joined.server.sessions._by_token))].streams["a"]
+    joined.send(joined.server.sessions.deliver([_said(stream.key, choice) for choice in range(1, 7)]))
+    joined.settle(rounds=20, take=False)
+    assert joined.connection.is_idle and idle(joined.server)["bytes"] == 0
+
+
+def _said(key, choice):
+    return Output(request_id=key, choice=choice, text="more", finish_reason="abort")
+
+
+def test_a_request_that_begins_again_begins_with_its_window():
+    joined = Joined()
+    joined.start("a", 0, 100, credit=2)
+    joined.settle(rounds=1, take=False)
+    joined.connection._calls["a"].granted = 50
+    joined.flush()
+    joined.server = Double(**joined.options)
+    joined.cut()
+    joined.settle(rounds=6, take=False)
+    assert joined.deltas("a") == 2 and joined.connection._calls["a"].granted == 2
 
 
 def test_what_is_asked_before_the_session_is_open_is_sent_after_the_greeting():
