@@ -6,19 +6,44 @@ from collections.abc import Callable
 
 from intarsia.errors import CompositionError, PluginError
 from intarsia.ops import Ops
+from intarsia.plugins import Offer
 from intarsia.protocols import AttentionBackend, PartContext
 from intarsia.selection import Chosen, Selector, blamed
-from intarsia.types import INVARIANCE_ORDER, Dtype, Invariance, Provider
+from intarsia.types import INVARIANCE_ORDER, Dtype, EngineOptions, Invariance, Provider
 
 #: The dtype in which kernels promise most.
 _STRONGEST: Dtype = "float32"
 
 
 def promises(ops: Ops, attention: AttentionBackend, runner: Provider, dtype: Dtype) -> dict[str, Invariance]:
-    """Return what each op, and `attention`, promises of a row's result when the batch around it changes."""
-    # No runner can promise anything yet, so nothing is known of the attention that one brings.
+    """Return what each op, and `attention`, promises of a row's result when the batch around it changes.
+
+    A runner that promises a level of its own computes all by its own code: its promise is the only one.
+    """
+    if runner.invariance:
+        return {"runner": runner.invariance.get(dtype, "numeric")}
+    # Of attention that a runner brings without a word nothing is known.
     own = "attention" in runner.provides
     return ops.invariance(dtype) | {"attention": "numeric" if own else attention.invariance(dtype)}
+
+
+def verified_invariance(kept: Invariance, select: Selector, engine: EngineOptions) -> Invariance:
+    """Return what is kept of a level with drafts: under rejection tokens depend on them, and they on a step's costs.
+
+    Raises:
+        CompositionError: that is less than is demanded.
+    """
+    drafters = select.of("drafter")
+    if not drafters or engine.verify == "equal":
+        return kept
+    if engine.invariance != "numeric":
+        raise CompositionError(
+            f"engine.verify: 'rejection' with drafter {drafters[0].key!r} keeps the distribution of an answer, not its "
+            f"tokens, and engine.invariance = {engine.invariance!r} is demanded; what would do: engine.verify = 'equal' "
+            "or drafter = 'none'",
+            field="engine.verify",
+        )
+    return "numeric"
 
 
 def kept_invariance(
@@ -39,19 +64,21 @@ def kept_invariance(
         CompositionError: it keeps less than is demanded; names every part that does, and what would do.
         PluginError: a part promises what is no level.
     """
-    engine, chosen, runner = context().engine, select.of("attention")[0], select.of("runner")[0].offer.provider
+    engine, chosen, runner = context().engine, select.of("attention")[0], select.of("runner")[0].offer
 
     def judge(backend: AttentionBackend, dtype: Dtype) -> tuple[Invariance, list[str]]:
         """Return the weakest promise, and who promises less than is demanded."""
         ops: Ops = ops_for(dtype=dtype)
         with blamed("invariance", chosen.offer):
-            levels = promises(ops, backend, runner, dtype)
+            levels = promises(ops, backend, runner.provider, dtype)
         for name, level in levels.items():
             if level not in INVARIANCE_ORDER:
-                raise PluginError(f"{_who(name, ops, chosen)} promises the invariance {level!r}, which is no level")
+                raise PluginError(
+                    f"{_who(name, ops, chosen, runner)} promises the invariance {level!r}, which is no level"
+                )
         ranks = {name: INVARIANCE_ORDER.index(level) for name, level in levels.items()}
         short = [
-            f"{_who(name, ops, chosen)} keeps {levels[name]!r}"
+            f"{_who(name, ops, chosen, runner)} keeps {levels[name]!r}"
             for name, rank in ranks.items()
             if rank < INVARIANCE_ORDER.index(engine.invariance)
         ]
@@ -77,6 +104,8 @@ def kept_invariance(
     return level
 
 
-def _who(name: str, ops: Ops, chosen: Chosen) -> str:
+def _who(name: str, ops: Ops, attention: Chosen, runner: Offer) -> str:
     """Name who makes a promise."""
-    return f"attention {chosen.key!r}" if name == "attention" else f"{name} of kernels {ops.choices[name].source!r}"
+    if name == "runner":
+        return f"runner {runner.provider.key!r}"
+    return f"attention {attention.key!r}" if name == "attention" else f"{name} of kernels {ops.choices[name].source!r}"

@@ -769,6 +769,25 @@ def test_the_whole_keeps_the_weakest_promise(model):
     assert composed(model, plugin, attention="fake").invariance == "numeric"
 
 
+def test_a_runner_that_computes_by_its_own_code_promises_for_the_whole(model):
+    def fused(**levels):
+        return offering(
+            runner=provider(
+                "fused", fit=lambda _: Fit(90), provides=("attention",), invariance=levels, build=EagerRunner.build
+            )
+        )
+
+    half = {"dtype": "bfloat16"}
+    assert composed(model, fused(bfloat16="bitwise"), engine=half).invariance == "bitwise"
+    assert composed(model, fused(bfloat16="neighbours"), engine=half).invariance == "neighbours"
+    assert composed(model, fused(float32="bitwise"), engine=half).invariance == "numeric"
+    demand = demanding("bitwise", "bfloat16")
+    assert composed(model, fused(bfloat16="bitwise"), engine=demand).invariance == "bitwise"
+    error = refusal(CompositionError, model, fused(bfloat16="neighbours"), engine=demand)
+    assert "runner 'fused' keeps 'neighbours'" in str(error) and "kernels" not in str(error)
+    assert "runner 'fused'" in str(refusal(PluginError, model, fused(bfloat16="exact"), engine=half))
+
+
 def test_a_promise_that_is_no_level_is_the_plugins_mistake(model):
     assert "'exact'" in str(refusal(PluginError, model, offering(attention=backend(level="exact")), attention="fake"))
 

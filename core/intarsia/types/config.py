@@ -158,6 +158,8 @@ class Provider:
         options: the part's own attrs class; a section's keys are checked against it.
         requires: slots whose parts `build` finds in `context.parts`. They are composed before this one.
         provides: what else it brings. A runner that `provides=("attention",)` rules out naming a backend.
+        invariance: of a runner that computes by code of its own: what it promises of a row's result when the batch
+            around the row changes, by dtype name. Empty: the promises of what it calls hold, the ops and the attention.
         api: version of the hook that it was written for.
     """
 
@@ -168,4 +170,5 @@ class Provider:
     options: type = NoOptions
     requires: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
+    invariance: Mapping[str, Invariance] = Factory(dict)
     api: int = 1
