@@ -22,7 +22,7 @@ from intarsia.errors import (
     did_you_mean,
     nearest,
 )
-from intarsia.invariance import kept_invariance
+from intarsia.invariance import kept_invariance, verified_invariance
 from intarsia.layout import check_capacity, check_memory, lay_out, num_pages, weight_bytes
 from intarsia.machine import free_memory, resolve_device, resolve_dtype, resolve_threads
 from intarsia.models.weights import Weights, check_tensors
@@ -62,7 +62,6 @@ from intarsia.types import (
     Dtype,
     EngineConfig,
     EngineOptions,
-    Invariance,
     SamplingDefaults,
     WeightMap,
 )
@@ -227,22 +226,8 @@ class _Composer:
             drafter=drafter,
             logits_processors=processors,
             sampling=model.sampling,
-            invariance=self._invariance(kept_invariance(select, attention, ops_for, context), drafter, engine),
+            invariance=verified_invariance(kept_invariance(select, attention, ops_for, context), select, engine),
         )
-
-    def _invariance(self, kept: Invariance, drafter: Drafter | None, engine: EngineOptions) -> Invariance:
-        """Return what is kept with a drafter: under rejection, tokens depend on drafts, and these on a step's costs."""
-        if drafter is None or engine.verify == "equal":
-            return kept
-        if engine.invariance != "numeric":
-            key = self.select.of("drafter")[0].key
-            raise CompositionError(
-                f"engine.verify: 'rejection' with drafter {key!r} keeps the distribution of an answer and not its tokens, "
-                f"and engine.invariance = {engine.invariance!r} is demanded; what would do: engine.verify = 'equal' or "
-                "drafter = 'none'",
-                field="engine.verify",
-            )
-        return "numeric"
 
     # --- the model --------------------------------------------------------------------------------------------------
 

@@ -39,8 +39,8 @@ def verified_invariance(kept: Invariance, select: Selector, engine: EngineOption
     if engine.invariance != "numeric":
         raise CompositionError(
             f"engine.verify: 'rejection' with drafter {drafters[0].key!r} keeps the distribution of an answer, not its "
-            f"tokens, and engine.invariance = {engine.invariance!r} is demanded; what would do: engine.verify = 'equal' "
-            "or drafter = 'none'",
+            f"tokens, and engine.invariance = {engine.invariance!r} is demanded; what would do: "
+            "engine.verify = 'equal' or drafter = 'none'",
             field="engine.verify",
         )
     return "numeric"
