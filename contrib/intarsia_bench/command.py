@@ -18,6 +18,7 @@ from intarsia.cli.signals import Signals
 from intarsia.cli.terminal import show, write
 from intarsia.protocols import Context
 from intarsia.types import EngineConfig
+from intarsia_bench import speculation_work
 from intarsia_bench.peer import MODELS, Peer, command_of
 from intarsia_bench.peers import workloads
 from intarsia_bench.plot import check_can_plot, plot
@@ -59,7 +60,7 @@ class _Asked:
     plot: Path | None
 
 
-@click.group(invoke_without_command=True, subcommand_metavar="[micro [OPTIONS]]")
+@click.group(invoke_without_command=True, subcommand_metavar="[micro|speculation [OPTIONS]]")
 @config_options
 @click.option(
     "--workload",
@@ -184,6 +185,51 @@ def _tokenizer_of(config: EngineConfig) -> Tokenizer | None:
 
     tokenizer: Tokenizer | None = compose(config, Registry.discover(config.engine.plugins)).tokenizer
     return tokenizer
+
+
+# --- speculation ------------------------------------------------------------------------------------------------------
+
+
+@bench.command()
+@config_options
+@click.option(
+    "--workload",
+    "names",
+    type=click.Choice(list(speculation_work.ALL)),
+    multiple=True,
+    help="Run this one. Repeatable. [default: all]",
+)
+@click.option("--drafter", "drafters", multiple=True, metavar="KEY", help="Repeatable. [default: ngram, suffix]")
+@click.option("--repeat", "repeats", type=click.IntRange(1, 8), default=5, metavar="N", help="Repeats. [default: 5]")
+@click.option("--json", "wants_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def speculation(
+    signals: Signals,
+    *,
+    config: EngineConfig,
+    names: tuple[str, ...],
+    drafters: tuple[str, ...],
+    repeats: int,
+    wants_json: bool,
+) -> None:
+    """Measure drafters against plain decoding, in turn, on chats that repeat their prompt and on chats that do not.
+
+    A drafter that the config names keeps its options; the others have their defaults. Where the
+    composition keeps bits whatever a step holds, answers must be equal; elsewhere rounding can change some.
+    """
+    check_model(config)
+    with signals.held():
+        from intarsia_bench.speculation import measure, speculation_table
+    asked = tuple(dict.fromkeys(drafters)) or ("ngram", "suffix")
+    with _quietly() as progress:
+        measured = measure(
+            config, asked, tuple(dict.fromkeys(names)) or tuple(speculation_work.ALL), repeats, progress=progress
+        )
+    if wants_json:
+        write(json.dumps(measured, indent=2) + "\n")
+        return
+    _show_all(speculation_table(measured))
+    write(f"medians of {repeats} repeats with prompts of their own; ratio: to plain decoding of the same prompt\n")
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------

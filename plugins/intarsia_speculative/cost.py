@@ -42,11 +42,11 @@ class CostCurve:
     """Seconds of a step by its tokens: C(T) = assumed(T) * ratio(T) * pace.
 
     `ratio` is, at a bucket that was measured, the median of its last samples over the assumed cost; between two of them
-    it is interpolated, and beyond the outermost it is theirs; but past the largest, cost grows at least as fast as it did
-    from the smallest to the largest. `pace` is the median, over the last steps, of what a step
-    took over what it was known to take: when the machine is busy or contexts have grown, all steps take longer, and
-    that says nothing of how many tokens to run. Samples are taken at the pace of their time. The first sample of a
-    bucket is left out where it is above what was expected: what runs for the first time is slow.
+    it is interpolated, and beyond the outermost it is theirs; but past the largest, cost grows at least as fast as it
+    did from the smallest to the largest. `pace` is the median, over the last steps, of what a step took over what it
+    was known to take: when the machine is busy or contexts have grown, all steps take longer, and that says nothing of
+    how many tokens to run. Samples are taken at the pace of their time. The first sample of a bucket is left out where
+    it is above what was expected: what runs for the first time is slow.
     """
 
     _samples: dict[int, deque[float]] = Factory(dict)
