@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from engines import engine_of
 from intarsia.errors import CheckpointError
 from intarsia.families import MAX_LEN, Fields, max_len, read_rope
-from intarsia.models.rope import cos_sin, inverse_frequencies
+from intarsia.rope import cos_sin, inverse_frequencies
 from intarsia.testing import prompt_logits
 from models import edit_json, tiny_llama
 from ropes import reference_rope

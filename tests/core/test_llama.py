@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from intarsia.defaults import provide_models
 from intarsia.errors import CheckpointError
-from intarsia.models.rope import inverse_frequencies
 from intarsia.protocols import ModelContext
+from intarsia.rope import inverse_frequencies
 from intarsia.types import Fit, Unfit
 from models import edit_json, tiny_llama
 

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from intarsia.families import Fields, read_rope
-from intarsia.models.rope import cos_sin, inverse_frequencies
+from intarsia.rope import cos_sin, inverse_frequencies
 from intarsia.types import RopeSpec
 from ropes import reference_rope
 

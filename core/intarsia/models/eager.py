@@ -9,10 +9,10 @@ import torch
 from attrs import field, frozen
 
 from intarsia.models.layers import Layer, Linear, Norm
-from intarsia.models.rope import cos_sin
 from intarsia.models.weights import EMBED, HEAD, POSITIONS, Weights
 from intarsia.ops import Ops
 from intarsia.protocols import AttentionBackend, CacheStorage, RunnerContext
+from intarsia.rope import cos_sin
 from intarsia.types import AttentionSpec, CacheLayout, DecoderSpec, ForwardBatch, RopeSpec, Weight
 
 

@@ -24,7 +24,7 @@ Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 class RopeSpec:
     """Rotary position embedding over the first `dim` of the head's dimensions (Su et al. 2021, RoFormer).
 
-    Pairs are (i, i + dim/2), as in Hugging Face checkpoints. `intarsia.models.rope` says what each kind means, and
+    Pairs are (i, i + dim/2), as in Hugging Face checkpoints. `intarsia.rope` says what each kind means, and
     which fields it reads.
 
     Attributes:
