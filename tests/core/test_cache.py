@@ -54,6 +54,24 @@ def test_each_layer_has_the_shape_of_its_group_and_one_spare_page(order, fmt):
     assert cache.num_bytes == 6 * layout(order, fmt).page_bytes
 
 
+def test_in_pksd_the_keys_and_values_of_a_page_and_head_lie_side_by_side_and_in_pskd_apart():
+    cache = TensorCache.allocate(layout("PKSD"), 5, CPU)
+    for index, (heads, dim) in enumerate([(2, 8), (3, 6), (2, 8)]):
+        layer, head = cache.layer(index), 4 * dim
+        assert layer.keys.stride() == layer.values.stride() == (2 * heads * head, 2 * head, dim, 1)
+        assert layer.values.data_ptr() - layer.keys.data_ptr() == head * layer.keys.element_size()
+    layer = TensorCache.allocate(layout("PSKD"), 5, CPU).layer(0)
+    assert layer.keys.is_contiguous() and layer.values.is_contiguous()
+
+
+@pytest.mark.parametrize("order", ["PSKD", "PKSD"])
+def test_keys_and_values_share_no_number(order):
+    layer = TensorCache.allocate(layout(order), 5, CPU).layer(1)
+    layer.keys.fill_(1)
+    layer.values.fill_(2)
+    assert (layer.keys == 1).all() and (layer.values == 2).all()
+
+
 def test_a_copy_moves_a_page_of_every_layer_of_its_group_and_of_no_other():
     cache = TensorCache.allocate(layout(), 5, CPU)
     numbered(cache)
@@ -63,8 +81,9 @@ def test_a_copy_moves_a_page_of_every_layer_of_its_group_and_of_no_other():
     assert pages(cache.layer(1).keys) == pages(cache.layer(1).values) == [0, 1, 2, 3, 4, 5]
 
 
-def test_keys_are_copied_to_keys_and_values_to_values():
-    cache = TensorCache.allocate(layout(), 5, CPU)
+@pytest.mark.parametrize("order", ["PSKD", "PKSD"])
+def test_keys_are_copied_to_keys_and_values_to_values(order):
+    cache = TensorCache.allocate(layout(order), 5, CPU)
     numbered(cache)
     cache.move([CacheMove("copy", 3, 1)])
     for index in (0, 2):
@@ -72,8 +91,9 @@ def test_keys_are_copied_to_keys_and_values_to_values():
         assert int(cache.layer(index).values[3].min()) == 200 * index + 101
 
 
-def test_moves_are_done_in_order():
-    cache = TensorCache.allocate(layout(), 5, CPU)
+@pytest.mark.parametrize("order", ["PSKD", "PKSD"])
+def test_moves_are_done_in_order(order):
+    cache = TensorCache.allocate(layout(order), 5, CPU)
     numbered(cache)
     cache.move([CacheMove("copy", 3, 1), CacheMove("copy", 1, 2), CacheMove("copy", 4, 1), CacheMove("zero", 2)])
     assert pages(cache.layer(0).keys) == [0, 2, 0, 1, 2, 5]

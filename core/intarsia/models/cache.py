@@ -15,10 +15,23 @@ from intarsia.types import CacheLayout, CacheMove
 
 @frozen(eq=False)
 class LayerTensors:
-    """Keys and values of one layer, (P, S, K, D) or (P, K, S, D) as the layout's order says."""
+    """Keys and values of one layer, (P, S, K, D) or (P, K, S, D) as the layout's order says; not always contiguous."""
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    @classmethod
+    def empty(cls, order: str, size: dict[str, int], dtype: torch.dtype, device: torch.device) -> LayerTensors:
+        """Reserve memory for one layer; `size` says how long each axis is.
+
+        In the order PKSD, keys and values of a page and head lie side by side, in one tensor (P, K, 2, S, D): attention
+        reads a head at a time, and a long run of memory is read faster than two short ones.
+        """
+        shape = [size[axis] for axis in order]
+        if order != "PKSD":
+            return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+        both = torch.empty([*shape[:2], 2, *shape[2:]], dtype=dtype, device=device)
+        return cls(both[:, :, 0], both[:, :, 1])
 
 
 @frozen(eq=False)
@@ -36,10 +49,8 @@ class TensorCache:
         group_of: dict[int, int] = {}
         for index, group in enumerate(layout.groups):
             size = {"P": num_pages + 1, "S": layout.page_size, "K": group.num_kv_heads, "D": group.head_dim}
-            shape = [size[axis] for axis in layout.order]
             for layer in group.layers:
-                keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-                layers[layer], group_of[layer] = LayerTensors(keys, values), index
+                layers[layer], group_of[layer] = LayerTensors.empty(layout.order, size, dtype, device), index
         order = range(len(layers))
         return cls(tuple(layers[i] for i in order), tuple(group_of[i] for i in order))
 
