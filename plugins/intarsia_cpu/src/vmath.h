@@ -1,0 +1,43 @@
+// exp, sigmoid, tanh and the activations of vectors: one polynomial for every lane, tails included.
+#pragma once
+
+#include "isa.h"
+
+namespace vmath {
+
+using isa::F;
+using isa::set;
+
+/// e**x to about 2e-7 relative; 0 for -infinity, infinity past 88.73, NaN for NaN.
+static INLINE F exp(F x) {
+  // x = n ln 2 + r with |r| <= ln 2 / 2. The bounds lie where the result is 0 and infinity; NaN passes them.
+  x = isa::max(set(-110.0f), isa::min(set(90.0f), x));
+  const F n = isa::round(x * set(1.44269504f));
+  F r = isa::fma(n, set(-0.693145752f), x);  // ln 2 in two parts; n times the first is exact
+  r = isa::fma(n, set(-1.42860677e-6f), r);
+  F p = set(1.38888889e-3f);  // 1 / 6!
+  p = isa::fma(p, r, set(8.33333333e-3f));
+  p = isa::fma(p, r, set(4.16666667e-2f));
+  p = isa::fma(p, r, set(1.66666667e-1f));
+  p = isa::fma(p, r, set(0.5f));
+  p = isa::fma(p, r, set(1.0f));
+  p = isa::fma(p, r, set(1.0f));
+  return isa::scale(p, n);
+}
+static INLINE F sigmoid(F x) {
+  return set(1.0f) / (set(1.0f) + exp(-x));
+}
+static INLINE F silu(F x) {
+  return x / (set(1.0f) + exp(-x));
+}
+/// Exact at infinities; near 0 its error is relative to 1.
+static INLINE F tanh(F x) {
+  return set(1.0f) - set(2.0f) / (set(1.0f) + exp(x + x));
+}
+/// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), which is x sigmoid(2 sqrt(2 / pi) (...)) (Hendrycks and Gimpel 2016).
+static INLINE F gelu_tanh(F x) {
+  const F inner = isa::fma(x * x * x, set(0.044715f), x);
+  return x * sigmoid(inner * set(1.59576912f));
+}
+
+}  // namespace vmath
