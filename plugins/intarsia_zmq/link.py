@@ -37,6 +37,8 @@ _MAX_HANDSHAKES = 3
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+#: How a server that wants keys treats a client without, if this is not told more clearly.
+_CLOSED_EARLY = "the handshake failed: does this server want CURVE keys?"
 _WATCHED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKES
 
 
@@ -292,6 +294,8 @@ class Link:
                 self._handshake_failed(event)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._hear_last()
+                if self.connection.welcome is None and not self.connection.hint:
+                    self.connection.hint = _CLOSED_EARLY
                 self.connection.lost("the server closed the connection, or is gone")
 
     def _hear_last(self) -> None:
@@ -305,18 +309,19 @@ class Link:
         Who was let in before has the right keys: then only a plain refusal counts.
         """
         connection, encrypted = self.connection, self.address.server_key is not None
-        refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        refused, counts = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH, True
         if refused:
             hint = "the server does not let this client's key in"
-        elif connection.welcome is not None or (event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not encrypted):
-            hint = ""
+        elif connection.welcome is not None:
+            hint, counts = "", False
         elif encrypted:
             hint = "the CURVE handshake failed: is the server_key that of this server?"
         else:
-            hint = "the handshake failed: does this server want CURVE keys?"
+            hint = _CLOSED_EARLY
+            counts = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         connection.hint = hint
         connection.lost(hint or "the connection was closed before it began")
-        self._handshakes += bool(hint)
+        self._handshakes += counts
         if refused or self._handshakes >= _MAX_HANDSHAKES:
             self._deliver(connection.fail(ConnectionLostError(f"{self.address.url}: {hint}")))
 

@@ -238,7 +238,7 @@ def test_keys_of_keygen_open_a_server_that_wants_them(cli, tmp_path):
         eventually(lambda: running.control("status").body["state"] == "ready")
         own = ("--server-key", keys / "server.key", "--key", keys / "client.key_secret")
         assert cli("health", "--address", running.address, *own) == (0, "ready\n", "")
-        code, out, _ = cli("health", "--address", running.address, "--timeout", "5")
+        code, out, _ = cli("health", "--address", running.address, "--timeout", "1")
         assert code == 1 and "CURVE" in out
 
 
