@@ -15,8 +15,10 @@ from intarsia.errors import IntarsiaError
 
 FAILED = 1
 MENDABLE = 2
-#: Codes of errors that are no mistake of the user's; all others can be mended.
-_FAILURES = frozenset({"internal", "execution", "overloaded"})
+#: Codes of errors that the user can mend; a plugin's own codes are failures.
+_MENDABLE_CODES = frozenset(
+    {"invalid", "config", "composition", "plugin", "model_not_found", "checkpoint", "malformed", "unsupported"}
+)
 _SIGNALLED = 128
 
 
@@ -46,7 +48,7 @@ def _failure(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, IntarsiaError):
         fail(str(error))
-        return FAILED if error.code in _FAILURES else MENDABLE
+        return MENDABLE if error.code in _MENDABLE_CODES else FAILED
     if isinstance(error, MemoryError):
         fail(f"out of memory{f': {error}' if str(error) else ''}")
     elif isinstance(error, OSError):

@@ -152,7 +152,8 @@ class SamplingParams:
         frequency_penalty: taken off the logits of tokens, once for each time that the answer holds them.
         logit_bias: token id -> what is added to its logit.
         banned_token_ids: ids that are never chosen.
-        banned_words: texts that the answer never holds, however they are cut into tokens.
+        banned_words: texts that the answer never holds, however they are cut into tokens. Special tokens have no text
+            here; ban their ids.
         seed: a whole number below 2**64; None takes one from the operating system, reported in the answer.
         n: independent choices; choice i of a seed is always the same.
         stop: texts that end the answer and are cut from it.
