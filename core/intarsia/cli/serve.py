@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,8 +38,6 @@ def serve(signals: Signals, *, config: EngineConfig, bind: str | None) -> None:
     choice = _choice(config, registry)
     if bind is not None:
         choice = evolve(choice, options={**choice.options, "bind": bind})
-    # What frontends and engines say while they run goes to stderr; how much of it, they know.
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _frontend(evolve(config, frontend=(choice,)), registry).serve()
 
 
