@@ -257,3 +257,21 @@ def test_more_rows_than_scratch_pages_are_drafted_for_in_turn(models, plain, mon
     with engine_of(models["target"], drafter=drafter_of(models, "layer_skip"), **sections) as engine:
         assert told(engine.generate(PROMPTS, PARAMS)) == told(plain)
         assert engine.stats()["speculation"]["failures"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [{"use": "layer_skip", "layers": 20}, {"use": "draft_model", "model": "smollm2"}])
+def test_smollm2_says_what_it_says_without(drafter):
+    prompts = ["The capital of France is", "def fibonacci(n):", [1, 9690, 198]]
+    params = [SamplingParams(max_tokens=24, temperature=t, seed=7, ignore_eos=True, logprobs=2) for t in (0, 0.8, 1)]
+    sections = {"engine": {"max_model_len": 128}, "cache": {"memory": "64MiB"}}
+    with engine_of("smollm2", **sections) as engine:
+        expected = engine.generate(prompts, params)
+    if drafter["use"] == "draft_model":
+        drafter = drafter | {"memory": "64MiB"}
+    with engine_of("smollm2", drafter=drafter | {"k": 4, "adaptive": False}, **sections) as engine:
+        assert told(engine.generate(prompts, params)) == told(expected)
+        figures = engine.stats()["speculation"]
+    assert figures["failures"] == 0 and figures["drafted"] > 40
+    if drafter["use"] == "draft_model":
+        assert figures["accepted"] == figures["drafted"]
