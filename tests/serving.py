@@ -181,7 +181,7 @@ class Peer:
         for name, value in sockopts.items():
             setattr(self.socket, name, value)
         self.socket.connect(address)
-        self.inbox = deque()
+        self.inbox, self.passed = deque(), []
         self.welcome = self.hello() if hello else None
 
     def __enter__(self):
@@ -233,15 +233,18 @@ class Peer:
     def until_end(self, request_id="r", *, confirm=True, timeout_s=PATIENCE_S):
         """Return (numbers of its messages, ids of its deltas, its last message)."""
         seqs, ids = [], []
+        waiting, self.passed = self.passed, []
         while True:
-            message = self.next(timeout_s)
+            message = waiting.pop(0) if waiting else self.next(timeout_s)
             if message.id != request_id:
+                self.passed.append(message)  # for who asks for another
                 continue
             seqs.append(message.seq)
             ids += message.body.get("token_ids", [])
             if message.kind in ("done", "error"):
                 if confirm and message.seq:
                     self.send("credit", request_id, received=message.seq, upto=0)
+                self.passed += waiting
                 return seqs, ids, message
 
 
