@@ -303,10 +303,11 @@ static INLINE F load_int8(const int8_t* source) {
   memcpy(&bytes, source, sizeof bytes);
   return __builtin_convertvector(__builtin_convertvector(bytes, I), F);
 }
-static INLINE F load_uint8(const uint8_t* source) {
+/// Unsigned bytes as ints.
+static INLINE I load_uint8_int(const uint8_t* source) {
   UB bytes;
   memcpy(&bytes, source, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, I), F);
+  return __builtin_convertvector(bytes, I);
 }
 
 // --- dot products: acc += ..., in the order of the source -------------------------------------------------------------
