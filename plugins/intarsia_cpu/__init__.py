@@ -7,6 +7,19 @@ from intarsia.types import Provider, lazy
 
 
 @hookimpl
+def provide_attention_backends() -> list[Provider]:
+    """Attention over pages."""
+    return [
+        Provider(
+            key="cpu",
+            summary="flash attention over pages in C++: prefill and decode rows in one call, bitwise whatever the batch",
+            fit=lazy("intarsia_cpu.attention:fit"),
+            build=lazy("intarsia_cpu.attention:build"),
+        )
+    ]
+
+
+@hookimpl
 def provide_runners() -> list[Provider]:
     """The fused step."""
     return [
@@ -14,6 +27,7 @@ def provide_runners() -> list[Provider]:
             key="cpu_fused",
             summary="a whole layer range in one native call: one parallel region a step",
             provides=("attention",),
+            invariance={"float32": "bitwise", "bfloat16": "bitwise"},
             fit=lazy("intarsia_cpu.runner:fit"),
             build=lazy("intarsia_cpu.runner:build"),
         )

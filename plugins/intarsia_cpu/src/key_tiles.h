@@ -1,0 +1,235 @@
+// Tiles of 64 keys and values, read from the pages of a cache and packed as attention's products read them: keys with a
+// tile's keys side by side, values with a key's (or two keys') dimensions side by side.
+//
+// Only slots that hold what a query of the block sees are read. The others are zeros: a weight of 0 would not hide NaN.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "isa.h"
+
+namespace key_tiles {
+
+using isa::F;
+using isa::I;
+using isa::LANES;
+
+constexpr int TILE = 64;
+constexpr int MAX_DIM = 256;
+
+// --- words: what products are made of -------------------------------------------------------------------------------
+
+/// A float a word.
+struct Floats {
+  using Word = float;
+  using Vector = F;
+  static constexpr int NUMBERS = 1;
+
+  static INLINE Vector load(const Word* source) { return isa::load(source); }
+  static INLINE Vector broadcast(const Word* source) { return isa::set(*source); }
+  static INLINE void multiply_add(F& sum, Vector a, Vector b) { isa::fma_into(sum, a, b); }
+  static INLINE void store_weights(Word* target, F weights) { isa::store(target, weights); }
+  static INLINE void store(Word* target, Vector words) { isa::store(target, words); }
+
+  /// The words of up to LANES numbers; the rest are zeros.
+  template <class Number>
+  static INLINE Vector row(const Number* source, int count) {
+    return count >= LANES ? isa::load(source) : isa::load(source, count);
+  }
+  template <class Number>
+  static void copy(Word* target, const Number* source, int count) {
+    for (int d = 0; d < count; d += LANES) {
+      const int some = std::min(LANES, count - d);
+      isa::store(target + d, row(source + d, some), some);
+    }
+  }
+};
+
+#if ISA_AVX512 && defined(__AVX512BF16__)
+/// Two bf16 a word, the first in the lower half.
+struct Pairs {
+  using Word = uint32_t;
+  using Vector = I;
+  static constexpr int NUMBERS = 2;
+
+  static INLINE Vector load(const Word* source) { return isa::load_int(source); }
+  static INLINE Vector broadcast(const Word* source) { return isa::broadcast4(source); }
+  static INLINE void multiply_add(F& sum, Vector a, Vector b) { isa::dot2_into(sum, a, b); }
+  static INLINE void store_weights(Word* target, F weights) { isa::store((bf16_t*)target, weights); }
+  static INLINE void store(Word* target, Vector words) { isa::store_int(target, words); }
+
+  static INLINE Vector row(const bf16_t* source, int count) {
+    if (count >= 2 * LANES) return isa::load_int(source);
+    return (I)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), source);
+  }
+  static void copy(Word* target, const bf16_t* source, int count) {
+    target[(count - 1) / 2] = 0;
+    memcpy(target, source, sizeof(bf16_t) * (size_t)count);
+  }
+};
+using Halves = Pairs;
+#else
+using Halves = Floats;  // bf16 is widened where there is no product of it
+#endif
+
+/// Words that `dim` numbers take.
+template <class Words>
+static INLINE int words(int dim) {
+  return (dim + Words::NUMBERS - 1) / Words::NUMBERS;
+}
+/// Numbers, rounded up to vectors of floats.
+static INLINE int padded(int dim) {
+  return (dim + LANES - 1) / LANES * LANES;
+}
+
+template <class Words>
+struct Tile {
+  alignas(64) typename Words::Word keys[MAX_DIM / Words::NUMBERS * TILE];    // [word of the dimensions][key]
+  alignas(64) typename Words::Word values[TILE / Words::NUMBERS * MAX_DIM];  // [word of the keys][dimension, padded]
+};
+
+/// Where the keys and values of one row and kv head lie, and which positions of them may be read: begin..end.
+template <class Entry>
+struct Pages {
+  const Entry *keys, *values;
+  const int32_t* pages;
+  int64_t page_stride, slot_stride;
+  int page_size, head_dim, begin, end;
+
+  /// Fill in the offsets of the readable positions among tile..tile + TILE; returns them as first..last of the tile.
+  std::pair<int, int> locate(int tile, int64_t* offsets) const {
+    const int first = std::max(begin - tile, 0), last = std::min(end - tile, TILE);
+    int slot = (tile + first) % page_size, page = (tile + first) / page_size;
+    for (int key = first; key < last; key++) {
+      offsets[key] = pages[page] * page_stride + slot * slot_stride;
+      if (++slot == page_size) {
+        slot = 0;
+        page++;
+      }
+    }
+    return {first, last};
+  }
+};
+
+// --- transposition ---------------------------------------------------------------------------------------------------
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
+#endif
+
+/// One step of a transposition: swap the blocks of STEP lanes beside the diagonal of two rows.
+template <int STEP, class Vector, int... LANE>
+static INLINE void swap_blocks(Vector& a, Vector& b, std::integer_sequence<int, LANE...>) {
+  const Vector upper = SHUFFLE(a, b, ((LANE & STEP) ? LANES + LANE - STEP : LANE)...);
+  b = SHUFFLE(a, b, ((LANE & STEP) ? LANES + LANE : LANE + STEP)...);
+  a = upper;
+}
+template <int STEP, class Vector>
+static INLINE void transpose_step(Vector* rows) {
+  UNROLL for (int row = 0; row < LANES; row++) {
+    if (!(row & STEP)) swap_blocks<STEP>(rows[row], rows[row + STEP], std::make_integer_sequence<int, LANES>());
+  }
+}
+/// Transpose LANES vectors in place.
+template <class Vector>
+static INLINE void transpose(Vector* rows) {
+  transpose_step<1>(rows);
+  transpose_step<2>(rows);
+  if constexpr (LANES > 4) transpose_step<4>(rows);
+  if constexpr (LANES > 8) transpose_step<8>(rows);
+}
+
+// --- packing ---------------------------------------------------------------------------------------------------------
+
+/// Transpose LANES keys at a time, of which those in first..last are read.
+template <class Words, class Entry>
+static void pack_keys(typename Words::Word* target, const Entry* keys, const int64_t* offsets, int first, int last, int dim) {
+  using Vector = typename Words::Vector;
+  constexpr int FULL = LANES * Words::NUMBERS;
+  const int total = words<Words>(dim);
+  for (int from = first / LANES * LANES; from < last; from += LANES) {
+    const bool whole = from >= first && from + LANES <= last;
+    for (int word = 0; word < total; word += LANES) {
+      Vector rows[LANES];
+      const int begin = word * Words::NUMBERS, count = std::min(dim - begin, FULL);
+      if (whole && count == FULL) {
+        UNROLL for (int key = 0; key < LANES; key++) rows[key] = Words::row(keys + offsets[from + key] + begin, FULL);
+      } else {
+        UNROLL for (int key = 0; key < LANES; key++) {
+          const bool holds = from + key >= first && from + key < last;
+          rows[key] = holds ? Words::row(keys + offsets[from + key] + begin, count) : Vector{};
+        }
+      }
+      transpose(rows);
+      const int some = std::min(LANES, total - word);
+      UNROLL for (int w = 0; w < LANES; w++) {
+        if (w < some) Words::store(target + (word + w) * TILE + from, rows[w]);
+      }
+    }
+  }
+  // Vectors before the first key are multiplied as well: their scores are hidden, and must be numbers.
+  for (int word = 0; word < total; word++) std::fill_n(target + word * TILE, first / LANES * LANES, 0);
+}
+
+template <class Entry>
+static void pack_values(float* target, const Entry* values, const int64_t* offsets, int first, int last, int dim) {
+  const int width = padded(dim);
+  std::fill_n(target, first * width, 0.0f);
+  for (int key = first; key < last; key++) {
+    for (int d = 0; d < dim; d += LANES) {
+      isa::store(target + key * width + d, Floats::row(values + offsets[key] + d, std::min(LANES, dim - d)));
+    }
+  }
+}
+
+#if ISA_AVX512 && defined(__AVX512BF16__)
+/// Two keys' values side by side in a word, dimension by dimension.
+static void pack_values(uint32_t* target, const bf16_t* values, const int64_t* offsets, int first, int last, int dim) {
+  alignas(64) int16_t order[64];  // 0, 32, 1, 33, ...: a number of the one, a number of the other
+  for (int i = 0; i < 64; i++) order[i] = (int16_t)(i / 2 + i % 2 * 32);
+  const __m512i lower = _mm512_load_si512(order), upper = _mm512_load_si512(order + 32);
+  const int width = padded(dim);
+  std::fill_n(target, first / 2 * width, 0u);
+  for (int key = first / 2 * 2; key < last; key += 2) {
+    uint32_t* words = target + key / 2 * width;
+    for (int d = 0; d < dim; d += 32) {
+      const int count = std::min(32, dim - d);
+      const __m512i even = key >= first ? (__m512i)Pairs::row(values + offsets[key] + d, count) : __m512i{};
+      const __m512i odd = key + 1 < last ? (__m512i)Pairs::row(values + offsets[key + 1] + d, count) : __m512i{};
+      _mm512_storeu_si512(words + d, _mm512_permutex2var_epi16(even, lower, odd));
+      if (width - d > 16) _mm512_storeu_si512(words + d + 16, _mm512_permutex2var_epi16(even, upper, odd));
+    }
+  }
+}
+#endif
+
+/// Ask for the keys and values of the tile behind this one: pages are scattered, too short for the machine to foresee.
+template <class Entry>
+static void foresee(const Pages<Entry>& pages, int tile) {
+  int64_t offsets[TILE];
+  const auto [first, last] = pages.locate(tile, offsets);
+  constexpr int LINE = 64 / sizeof(Entry);
+  for (int key = first; key < last; key++) {
+    for (int d = 0; d < pages.head_dim; d += LINE) {
+      isa::prefetch(pages.keys + offsets[key] + d);
+      isa::prefetch(pages.values + offsets[key] + d);
+    }
+  }
+}
+
+/// Pack the tile that begins at this position. Returns how many of its keys are packed, zeros before the first included.
+template <class Words, class Entry>
+static int pack(Tile<Words>& packed, const Pages<Entry>& pages, int tile) {
+  int64_t offsets[TILE];
+  const auto [first, last] = pages.locate(tile, offsets);
+  foresee(pages, tile + TILE);
+  pack_keys<Words>(packed.keys, pages.keys, offsets, first, last, pages.head_dim);
+  pack_values(packed.values, pages.values, offsets, first, last, pages.head_dim);
+  return last;
+}
+
+}  // namespace key_tiles
