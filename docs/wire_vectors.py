@@ -119,6 +119,34 @@ VALID: dict[str, Message] = {
     "replay": Message("replay", "q5", body={"from": 17}),
     "events": Message("events", "q5", body={"events": [{"n": 17, "kind": "step"}], "first": 3}),
 }
+STATUS: dict[str, Any] = {
+    "state": "ready",
+    "alive": True,
+    "step_age_s": None,
+    "sessions": 1,
+    "in_flight": 2,
+    "waiting": 0,
+    "waiting_bytes": 0,
+    "kept_bytes": 300,
+    "requests": 7,
+}
+STEP = {"number": 17, "topic": "step", "time": 1.5, "seconds": 0.25, "outputs": 2, "running": 2, "waiting": 0}
+#: Of the control socket and of the events socket, where an event's topic comes before these frames.
+ELSEWHERE: dict[str, Message] = {
+    "control: status, the question": Message("status", "1"),
+    "control: status, the answer": Message("status", "1", body=STATUS),
+    "control: drain": Message("drain", "2"),
+    "control: pause": Message("pause", "3"),
+    "control: resume": Message("resume", "4"),
+    "control: shutdown": Message("shutdown", "5", body={"now": True}),
+    "control: reload": Message(
+        "reload", "6", body={"options": {"grace_s": 60, "limits": {"requests": 8, "credit": 2}}}
+    ),
+    "control: reloaded": Message(
+        "reloaded", "6", body={"applied": ["grace_s", "limits.requests"], "restart": ["limits.credit"]}
+    ),
+    "events: a step": Message("event", seq=17, body=STEP),
+}
 #: name -> messages of one batch
 BATCHES: dict[str, list[Message]] = {
     "batch": [VALID["delta"], Message("delta", "z", 9, {"choice": 0, "text": "!"}), VALID["done"]],
@@ -199,7 +227,7 @@ def page() -> str:
     """Return the file."""
     assert {each.kind for each in VALID.values()} | {"batch"} == set(VERBS), "a verb has no vector"
     valid: list[dict[str, Any]] = []
-    for name, message in VALID.items():
+    for name, message in (VALID | ELSEWHERE).items():
         frames = encode(message)
         assert decode(frames, CLIENT_LIMITS) == [message], name
         valid.append({"name": name, "message": _as_json(message), "frames": _hex(frames)})

@@ -19,6 +19,8 @@ from intarsia_zmq.wire import Frames, Message, decode, encode
 
 log = logging.getLogger("intarsia.zmq")
 
+#: What is understood here; docs/wire-protocol.md says what each does.
+KINDS = ("status", "drain", "pause", "resume", "reload", "shutdown", "ping")
 _LEVELS = ("debug", "info", "warning", "error")
 _SECONDS = ("grace_s", "stall_timeout_s")
 _SESSION_COUNTS = ("buffer_bytes", "client_bytes")
@@ -72,7 +74,7 @@ class Control:
         elif kind == "ping":
             return Message("pong", message.id, 0, lifecycle.pong(message.body))
         elif kind != "status":
-            known = "status, drain, pause, resume, reload, shutdown, ping"
+            known = ", ".join(KINDS)
             raise UnsupportedError(f"kind: {kind!r} is nothing that control knows; {known} are", field="kind")
         if kind != "status":
             log.info("control: %s; the server is %s", kind, lifecycle.state)

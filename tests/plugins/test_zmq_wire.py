@@ -507,7 +507,7 @@ BIG = float("1e308") * 10
         ({"sampling": {"stop": {"a": 1}}}, "sampling.stop"),
         ({"sampling": {"stop_token_ids": b"ab"}}, "sampling.stop_token_ids"),
         ({"sampling": {"logit_bias": {"x": 1}}}, "sampling.logit_bias"),
-        ({"sampling": {"logit_bias": {"9" * 5000: 1}}}, "sampling"),
+        ({"sampling": {"logit_bias": {"9" * 5000: 1}}}, "sampling.logit_bias"),
         ({"sampling": {"logit_bias": {"1": math.nan}}}, "sampling.logit_bias"),
         ({"sampling": {"logits_processors": {"x": [b""]}}}, "sampling.logits_processors.x[0]"),
         ({"sampling": {"self": 1}}, "sampling.self"),
