@@ -72,6 +72,8 @@ class Engine:
     _processors: Processors = field(init=False)
     _seeds: random.Random | None = field(init=False)
     _sequences: dict[tuple[str, int], Sequence] = field(factory=dict, init=False)
+    #: the same by request, so that asking for one takes no longer where there are many
+    _groups: dict[str, list[Sequence]] = field(factory=dict, init=False)
     _preparing: Preparing = field(factory=Preparing, init=False)
     #: outputs of requests whose `generate` or `stream` waits for them; the others' go to `step`
     _inboxes: dict[str, list[Output]] = field(factory=dict, init=False)
@@ -279,6 +281,7 @@ class Engine:
             for sequence in group:
                 self.parts.scheduler.add(sequence)
                 self._sequences[sequence.sequence_id] = sequence
+                self._groups.setdefault(sequence.request.request_id, []).append(sequence)
         except BaseException:
             for sequence in group:
                 self._remove(sequence)
@@ -397,14 +400,18 @@ class Engine:
 
     def _remove(self, sequence: Sequence) -> None:
         self.parts.scheduler.remove(sequence.sequence_id)
-        self._sequences.pop(sequence.sequence_id, None)
+        if self._sequences.pop(sequence.sequence_id, None) is not None:
+            group = self._groups[sequence.request.request_id]
+            group.remove(sequence)
+            if not group:
+                del self._groups[sequence.request.request_id]
 
     def _in_use(self, request_id: str) -> bool:
-        return request_id in self._inboxes or request_id in self._preparing or bool(self._of(request_id))
+        return request_id in self._inboxes or request_id in self._preparing or request_id in self._groups
 
     def _of(self, request_id: str) -> list[Sequence]:
         """The unfinished sequences of a request."""
-        return [sequence for (owner, _), sequence in self._sequences.items() if owner == request_id]
+        return list(self._groups.get(request_id, ()))
 
     def _check_progress(self, plan: BatchPlan) -> None:
         """Nothing is in flight here, so a scheduler that plans nothing while sequences wait will wait for ever."""
@@ -465,6 +472,7 @@ class Engine:
         self._observers.tell("engine_stopping", engine=self)
         self._closed = _STOPPED
         self._sequences.clear()
+        self._groups.clear()
         self._preparing.clear()
         self._inboxes.clear()
         self.parts.executor.stop()

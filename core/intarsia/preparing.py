@@ -140,10 +140,11 @@ class Preparing:
     """
 
     _arrivals: dict[str, Arrival] = field(factory=dict, init=False)
+    _size: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         """How many sequences wait."""
-        return sum(len(arrival.sequences) for arrival in self._arrivals.values())
+        return self._size
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._arrivals
@@ -155,11 +156,15 @@ class Preparing:
                 f"{len(self)} sequences wait for their logits processors; {_MAX_PREPARING} may", retry_after_s=1.0
             )
         self._arrivals[arrival.request_id] = arrival
+        self._size += len(arrival.sequences)
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Forget a request; return its sequences, none where it does not wait."""
         arrival = self._arrivals.pop(request_id, None)
-        return [] if arrival is None else arrival.sequences
+        if arrival is None:
+            return []
+        self._size -= len(arrival.sequences)
+        return arrival.sequences
 
     def take(self, enter: Callable[[Arrival], None]) -> list[tuple[Arrival, InvalidRequestError]]:
         """Let those whose work is done enter, in the order of their coming; return those whose work failed, with why.
@@ -176,7 +181,7 @@ class Preparing:
                 failed.append((arrival, error))
             except OverloadedError:
                 break
-            del self._arrivals[request_id]
+            self.remove(request_id)
         return failed
 
     def wait(self, others: Iterable[Preparation] = ()) -> None:
@@ -188,3 +193,4 @@ class Preparing:
     def clear(self) -> None:
         """Forget all."""
         self._arrivals.clear()
+        self._size = 0
