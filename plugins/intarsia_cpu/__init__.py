@@ -12,7 +12,7 @@ def provide_attention_backends() -> list[Provider]:
     return [
         Provider(
             key="cpu",
-            summary="flash attention over pages in C++: prefill and decode rows in one call, bitwise whatever the batch",
+            summary="flash attention over pages in C++, rows of all kinds in one call; bitwise whatever the batch",
             fit=lazy("intarsia_cpu.attention:fit"),
             build=lazy("intarsia_cpu.attention:build"),
         )

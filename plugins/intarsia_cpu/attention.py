@@ -1,4 +1,4 @@
-"""The attention backend `cpu`: prefill, decode and verification rows in one native call a layer, bitwise the same always.
+"""The attention backend `cpu`: rows of all kinds in one native call a layer, bitwise whatever the batch.
 
 Shape legend: T tokens, R rows, H heads, K kv heads, D head dim, P pages, S slots a page.
 """
