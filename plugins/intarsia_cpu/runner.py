@@ -1,17 +1,197 @@
-"""The runner `cpu_fused`: a layer range in one native call."""
+"""The runner `cpu_fused`: a layer range in one native call with one parallel region.
+
+Shape legend: T tokens, R rows, L rows of logits, E embed, V vocab.
+"""
 
 from __future__ import annotations
 
-from intarsia.protocols import Runner, RunnerContext
-from intarsia.types import Fit, Unfit
+import ctypes
+from array import array
+from collections.abc import Iterable
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from intarsia.protocols import CacheStorage, RunnerContext
+from intarsia.types import CacheLayout, DecoderSpec, Fit, ForwardBatch, MoeSpec, Unfit
+from intarsia_cpu.build import load, unavailable
+from intarsia_cpu.plan import DTYPES, FORMATS, MIRRORS, Batch, Cache, Plan, plan
+
+_AREA = "step"
+_ORDER = "PKSD"
+_MAX_HEAD_DIM = 256
+
+
+def _load() -> ctypes.CDLL:
+    """Return the native step; raise PluginError where it cannot be had."""
+    library = load(_AREA)
+    sizes = (ctypes.c_int64 * len(MIRRORS))()
+    library.intarsia_step_sizes(sizes)
+    assert list(sizes) == [ctypes.sizeof(mirror) for mirror in MIRRORS]
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for name, arguments, result in (
+        ("bytes", (pointer, number, number), number),
+        ("head_bytes", (pointer, number), number),
+        ("run", (pointer, pointer, number, number, pointer, pointer, number), None),
+        ("logits", (pointer, pointer, pointer, number, pointer, pointer, number), None),
+    ):
+        function = getattr(library, f"intarsia_step_{name}")
+        function.argtypes, function.restype = arguments, result
+    return library
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+@define(eq=False)
+class FusedRunner:
+    """Runs layers by the native step. The residual stream is fp32, whatever the dtype of activations.
+
+    Not for several threads at once: its work memory is reused from step to step.
+    """
+
+    spec: DecoderSpec
+    layout: CacheLayout
+    plan: Plan = field(repr=False)
+    num_threads: int
+    _library: ctypes.CDLL = field(factory=_load, repr=False)
+    _memory: torch.Tensor = field(factory=lambda: torch.empty(0, dtype=torch.uint8), init=False, repr=False)
+    _cache: CacheStorage | None = field(default=None, init=False, repr=False)
+    _caches: Any = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def build(cls, context: RunnerContext) -> FusedRunner:
+        """Lay the loaded weights out."""
+        engine = context.engine
+        assert engine.max_model_len is not None
+        made = plan(context.spec, context.layout, context.weights, engine.dtype, engine.max_model_len)
+        return cls(context.spec, context.layout, made, engine.threads or torch.get_num_threads())
+
+    def run(
+        self, batch: ForwardBatch, cache: CacheStorage, layers: range, hidden_TE: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run a range of layers from the embedding (range starts at 0) or from `hidden_TE`; return fp32 (T, E)."""
+        num_tokens = len(batch.positions_T)
+        if hidden_TE is None:
+            assert layers.start == 0
+            hidden_TE = torch.empty(num_tokens, self.spec.embed_dim)
+            ids = batch.ids_T.data_ptr()
+        else:
+            hidden_TE, ids = hidden_TE.to(torch.float32, copy=True).contiguous(), None
+        if not num_tokens:
+            return hidden_TE
+        native, kept = self._native(batch, ids, cache)
+        model = ctypes.addressof(self.plan.model)
+        memory = self._work(self._library.intarsia_step_bytes(model, num_tokens, self.num_threads))
+        self._library.intarsia_step_run(
+            model,
+            ctypes.addressof(native),
+            layers.start,
+            layers.stop,
+            hidden_TE.data_ptr(),
+            memory,
+            self.num_threads,
+        )
+        del kept
+        return hidden_TE
+
+    def _native(self, batch: ForwardBatch, ids: int | None, cache: CacheStorage) -> tuple[Batch, Any]:
+        """Return a batch as the native step reads it, and what must live as long."""
+        bounds, starts = array("i", batch.bounds), array("i", batch.starts)
+        tables = [array("i", chain.from_iterable(group)) for group in batch.pages]
+        limits = [array("i", accumulate(map(len, group), initial=0)) for group in batch.pages]
+        slots = _pointers(slots.data_ptr() for slots in batch.slots_T)
+        pages, page_bounds = _pointers(map(_address, tables)), _pointers(map(_address, limits))
+        native = Batch(
+            ids=ids,
+            positions=batch.positions_T.data_ptr(),
+            slots=ctypes.addressof(slots),
+            bounds=_address(bounds),
+            starts=_address(starts),
+            pages=ctypes.addressof(pages),
+            page_bounds=ctypes.addressof(page_bounds),
+            caches=self._cache_of(cache),
+            num_tokens=len(batch.positions_T),
+            num_rows=batch.num_rows,
+        )
+        return native, (bounds, starts, tables, limits, slots, pages, page_bounds)
+
+    def logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits (L, V) of some tokens."""
+        hidden_TE, rows_L = hidden_TE.float().contiguous(), rows_L.contiguous()
+        found = torch.empty(len(rows_L), self.spec.vocab_size)
+        model = ctypes.addressof(self.plan.model)
+        memory = self._work(self._library.intarsia_step_head_bytes(model, len(rows_L)))
+        self._library.intarsia_step_logits(
+            model, hidden_TE.data_ptr(), rows_L.data_ptr(), len(rows_L), found.data_ptr(), memory, self.num_threads
+        )
+        return found
+
+    def _work(self, num_bytes: int) -> int:
+        """Return the address, at a cache line, of so many bytes."""
+        if self._memory.numel() < num_bytes + 64:
+            self._memory = torch.empty(num_bytes + 64, dtype=torch.uint8)
+        return -(-self._memory.data_ptr() // 64) * 64
+
+    def _cache_of(self, cache: CacheStorage) -> int:
+        """Return the address of the layers' tensors, looked up once a cache."""
+        if cache is not self._cache:
+            layers = [cache.layer(index) for index in range(self.spec.num_layers)]
+            self._caches = (Cache * len(layers))(
+                *(
+                    Cache(
+                        keys=layer.keys.data_ptr(),
+                        values=layer.values.data_ptr(),
+                        page_stride=layer.keys.stride(0),
+                        head_stride=layer.keys.stride(1),
+                        slot_stride=layer.keys.stride(2),
+                    )
+                    for layer in layers
+                )
+            )
+            self._cache = cache
+        return ctypes.addressof(self._caches)
+
+
+def _pointers(addresses: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
+    listed = list(addresses)
+    return (ctypes.c_void_p * len(listed))(*listed)
 
 
 def fit(context: RunnerContext) -> Fit | Unfit:
-    """Refuse until the native step is there."""
-    del context
-    return Unfit("its native step is not built yet")
+    """Dense models in fp32 and bf16 on CPUs with a compiler, over a cache that it reads."""
+    reason = _refusal(context)
+    return Unfit(reason) if reason else Fit(5, "a whole step in one native call; bitwise whatever the batch")
 
 
-def build(context: RunnerContext) -> Runner:
-    """Never called: it does not fit."""
-    raise NotImplementedError
+def _refusal(context: RunnerContext) -> str | None:
+    engine, layout = context.engine, context.layout
+    if engine.device != "cpu":
+        return f"it is for CPUs, and the engine runs on {engine.device}"
+    if engine.dtype not in DTYPES:
+        return f"it computes in {' or '.join(DTYPES)}, and the engine runs {engine.dtype}"
+    # Kernels pack what they read; what they read is what counts.
+    formats = {name[len("linear[") : -1] for name in context.ops.choices if name.startswith("linear[")}
+    if unread := sorted(formats - FORMATS):
+        return f"it does not read weights in the format {', '.join(unread)}; it reads {', '.join(sorted(FORMATS))}"
+    for index, layer in enumerate(context.spec.layers):
+        if isinstance(layer.mlp, MoeSpec):
+            return f"layer {index} is a mixture of {layer.mlp.num_experts} experts, and it runs dense layers"
+        if layer.attention.head_dim > _MAX_HEAD_DIM:
+            return f"layer {index} has heads of {layer.attention.head_dim}, and it runs up to {_MAX_HEAD_DIM}"
+    if reason := unavailable(_AREA):
+        return reason
+    # What depends on the cache comes last: composition tries several, and tells the first refusal.
+    if layout.order != _ORDER:
+        return f"it reads caches in the order {_ORDER}, not {layout.order}"
+    if layout.format != engine.dtype:
+        return f"it reads caches in the engine's dtype, {engine.dtype}, not in {layout.format}"
+    return None
+
+
+def build(context: RunnerContext) -> FusedRunner:
+    """Make the runner around loaded weights."""
+    return FusedRunner.build(context)

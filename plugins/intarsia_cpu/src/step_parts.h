@@ -1,0 +1,67 @@
+// The parts of other areas as the fused step calls them: linears and attention.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "step_rows.h"
+
+namespace step {
+
+using linear::Activation;
+using linear::activation_bytes;
+using linear::Activations;
+using linear::Format;
+using linear::lay_out;
+using linear::Linear;
+using linear::linear_part;
+using linear::Output;
+using linear::prepare_part;
+
+/// Whether a linear reads rows in the model's dtype as they lie end to end.
+static bool reads_rows(const StepModel& model, const Linear& linear) {
+  if (model.dtype == STEP_FLOAT32) return linear.format == Format::FP32;
+  return linear.format == Format::BF16 && linear.ins % 2 == 0;  // pairs are read whole
+}
+
+/// Norm a row of the residual, where there is a norm, and write it as `linear` reads it.
+static void norm_into(const StepModel& model, const StepNorm& norm, const Linear& linear, const float* row,
+                      const Activations& inputs, int64_t index) {
+  if (norm.weight == nullptr) return linear::prepare_row(linear, inputs, index, row);
+  static thread_local std::vector<float> normed;
+  normed.resize(model.embed_dim);
+  norm_row(model, norm, row, normed.data());
+  linear::prepare_row(linear, inputs, index, normed.data());
+}
+
+/// This thread's share of a layer's attention.
+static void attend(const StepModel& model, const StepLayer& layer, const StepBatch& batch, const StepCache& cache,
+                   const uint8_t* queries, uint8_t* mixed, int thread, int num_threads) {
+  AttentionArgs args{};
+  args.queries = queries;
+  args.out = mixed;
+  args.keys = cache.keys;
+  args.values = cache.values;
+  args.bounds = batch.bounds;
+  args.starts = batch.starts;
+  args.pages = batch.pages[layer.group];
+  args.page_bounds = batch.page_bounds[layer.group];
+  args.query_token_stride = args.out_token_stride = layer.num_heads * layer.head_dim;
+  args.query_head_stride = args.out_head_stride = layer.head_dim;
+  args.page_stride = cache.page_stride;
+  args.kv_head_stride = cache.head_stride;
+  args.slot_stride = cache.slot_stride;
+  args.num_rows = static_cast<int32_t>(batch.num_rows);
+  args.num_heads = static_cast<int32_t>(layer.num_heads);
+  args.num_kv_heads = static_cast<int32_t>(layer.num_kv_heads);
+  args.head_dim = static_cast<int32_t>(layer.head_dim);
+  args.page_size = static_cast<int32_t>(model.page_size);
+  args.window = static_cast<int32_t>(layer.window);
+  args.queries_bf16 = args.cache_bf16 = model.dtype == STEP_BFLOAT16;
+  args.scale = static_cast<float>(layer.scale);
+  args.soft_cap = static_cast<float>(layer.soft_cap);
+  attention_part(args, thread, num_threads);
+}
+
+}  // namespace step
