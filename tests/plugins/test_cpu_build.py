@@ -1,0 +1,163 @@
+"""Compiling at first use: what is kept, what is built anew, and what is said where nothing can be built."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from intarsia.errors import ConfigError, PluginError
+from intarsia_cpu import build
+
+SOURCE = '#include <omp.h>\nextern "C" __attribute__((visibility("default"))) int answer() { return %d; }\n'
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A folder of sources with one area, small enough to compile at once, and a cache of its own."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "abi_small.cpp").write_text(SOURCE % 42)
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    build._load.cache_clear()
+    yield folder
+    build._load.cache_clear()
+
+
+def libraries():
+    return sorted(build.cache_folder().glob("*.so"))
+
+
+def test_a_library_is_compiled_once_and_found_again(sources, caplog):
+    caplog.set_level("INFO", "intarsia.cpu")
+    assert build.load("small").answer() == 42
+    assert "compiling the CPU kernels of 'small'" in caplog.text
+    caplog.clear()
+    build._load.cache_clear()
+    assert build.load("small").answer() == 42
+    assert not caplog.text and len(libraries()) == 1
+
+
+def test_other_sources_headers_and_paths_are_other_libraries(sources, monkeypatch):
+    build.load("small")
+    (sources / "abi_small.cpp").write_text(SOURCE % 43)
+    build._load.cache_clear()
+    assert build.load("small").answer() == 43
+    (sources / "any.h").write_text("// new")
+    build._load.cache_clear()
+    build.load("small")
+    monkeypatch.setenv(build.ISA_VARIABLE, "portable")
+    build.load("small")
+    assert len(libraries()) == (4 if build.supported()[0] != "portable" else 3)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no digest", "digest of bytes that are no text"])
+def test_a_damaged_library_is_built_anew(sources, damage):
+    build.load("small")
+    [library] = libraries()
+    whole = library.read_bytes()
+    digest = library.with_suffix(".sha256")
+    library.unlink()  # the loaded one stays mapped
+    if damage == "cut":
+        library.write_bytes(whole[: len(whole) // 2])
+    elif damage == "flipped":
+        library.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    elif damage == "empty":
+        library.write_bytes(b"")
+    else:
+        library.write_bytes(whole)
+        digest.unlink() if damage == "no digest" else digest.write_bytes(b"\xff\xfe")
+    build._load.cache_clear()
+    assert build.load("small").answer() == 42
+    assert build._intact(library)
+
+
+def compile_once(folder, cache):
+    build.SOURCES = folder
+    os.environ[build.CACHE_VARIABLE] = cache
+    return build.load("small").answer()
+
+
+def test_processes_that_start_at_once_build_it_once(sources, monkeypatch, tmp_path):
+    log = tmp_path / "calls"
+    wrapper = tmp_path / "compiler"
+    wrapper.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo called >> {log}\nexec {build.compiler()} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        answers = pool.starmap(compile_once, [(sources, str(tmp_path / "cache"))] * 3)
+    assert answers == [42] * 3
+    assert log.read_text().split() == ["called"]
+
+
+def test_only_the_last_used_libraries_are_kept(sources, monkeypatch):
+    monkeypatch.setattr(build, "_KEPT", 2)
+    for number in (1, 2, 3):
+        (sources / "abi_small.cpp").write_text(SOURCE % number)
+        build._load.cache_clear()
+        build.load("small")
+        time.sleep(0.01)
+    assert len(libraries()) == 2 and len(list(build.cache_folder().iterdir())) == 6
+
+
+def test_no_compiler_is_said_with_what_to_install(sources, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert "install g++ or set CXX" in build.unavailable("small")
+    with pytest.raises(PluginError, match="install g"):
+        build.load("small")
+
+
+def test_a_compiler_that_fails_is_quoted(sources, monkeypatch, tmp_path):
+    (sources / "abi_small.cpp").write_text("int answer() { return nonsense; }")
+    assert "abi_small.cpp" in build.unavailable("small") and "nonsense" in build.unavailable("small")
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert str(broken) in build.unavailable("small")
+    assert not libraries()
+
+
+def test_a_folder_that_others_can_write_is_not_loaded_from(sources):
+    build.cache_folder().mkdir(parents=True)
+    build.cache_folder().chmod(0o777)
+    assert "other users may write there" in build.unavailable("small")
+    assert build.CACHE_VARIABLE in build.unavailable("small")
+
+
+def test_a_folder_that_cannot_be_made_is_named(sources, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file"))
+    assert str(tmp_path / "file") in build.unavailable("small")
+
+
+def test_a_path_is_forced_by_name_and_refused_where_it_cannot_run(monkeypatch):
+    monkeypatch.setenv(build.ISA_VARIABLE, "portable")
+    assert build.isa() == "portable"
+    monkeypatch.setenv(build.ISA_VARIABLE, "avx521")
+    with pytest.raises(ConfigError, match="Did you mean 'avx512"):
+        build.isa()
+    monkeypatch.setattr(build, "_cpu", lambda: ("old", frozenset({"sse2"})))
+    assert build.supported() == ("portable",)
+    monkeypatch.setenv(build.ISA_VARIABLE, "avx2")
+    with pytest.raises(ConfigError, match=r"needs avx2, f16c, fma, which this CPU lacks; it runs portable"):
+        build.isa()
+
+
+def test_the_cache_lies_where_the_user_says(monkeypatch, tmp_path):
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "own"))
+    assert build.cache_folder() == tmp_path / "own" / "cpu"
+    monkeypatch.delenv(build.CACHE_VARIABLE)
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / "intarsia" / "cpu"
+
+
+def test_threads_are_torchs_own():
+    # Two libraries of threads would fight over the cores.
+    build.load("linear")
+    maps = Path("/proc/self/maps").read_text()
+    assert len({line.split()[-1] for line in maps.splitlines() if "libgomp" in line}) == 1
