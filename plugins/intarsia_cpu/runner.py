@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 from typing import Any
 
@@ -21,6 +21,8 @@ from intarsia_cpu.plan import DTYPES, FORMATS, MIRRORS, Batch, Cache, Plan, plan
 
 _AREA = "step"
 _ORDER = "PKSD"
+#: What a step's time goes to, in the order of `step::Phase`.
+PHASES = ("embed", "norm", "qkv", "place", "attention", "convert", "out", "up", "down", "residual", "head")
 _MAX_HEAD_DIM = 256
 
 
@@ -34,8 +36,8 @@ def _load() -> ctypes.CDLL:
     for name, arguments, result in (
         ("bytes", (pointer, number, number), number),
         ("head_bytes", (pointer, number), number),
-        ("run", (pointer, pointer, number, number, pointer, pointer, number), None),
-        ("logits", (pointer, pointer, pointer, number, pointer, pointer, number), None),
+        ("run", (pointer, pointer, number, number, pointer, pointer, number, pointer), None),
+        ("logits", (pointer, pointer, pointer, number, pointer, pointer, number, pointer), None),
     ):
         function = getattr(library, f"intarsia_step_{name}")
         function.argtypes, function.restype = arguments, result
@@ -61,6 +63,7 @@ class FusedRunner:
     _memory: torch.Tensor = field(factory=lambda: torch.empty(0, dtype=torch.uint8), init=False, repr=False)
     _cache: CacheStorage | None = field(default=None, init=False, repr=False)
     _caches: Any = field(default=None, init=False, repr=False)
+    _seconds: Any = field(default=None, init=False, repr=False)
 
     @classmethod
     def build(cls, context: RunnerContext) -> FusedRunner:
@@ -94,6 +97,7 @@ class FusedRunner:
             hidden_TE.data_ptr(),
             memory,
             self.num_threads,
+            self._seconds,
         )
         del kept
         return hidden_TE
@@ -126,8 +130,21 @@ class FusedRunner:
         model = ctypes.addressof(self.plan.model)
         memory = self._work(self._library.intarsia_step_head_bytes(model, len(rows_L)))
         self._library.intarsia_step_logits(
-            model, hidden_TE.data_ptr(), rows_L.data_ptr(), len(rows_L), found.data_ptr(), memory, self.num_threads
+            model,
+            hidden_TE.data_ptr(),
+            rows_L.data_ptr(),
+            len(rows_L),
+            found.data_ptr(),
+            memory,
+            self.num_threads,
+            self._seconds,
         )
+        return found
+
+    def measure(self) -> Mapping[str, float]:
+        """Return the seconds that each phase took since the last call, waits included; from the first call on."""
+        found = dict(zip(PHASES, self._seconds or (), strict=False))
+        self._seconds = (ctypes.c_double * len(PHASES))()
         return found
 
     def _work(self, num_bytes: int) -> int:

@@ -175,6 +175,17 @@ def test_layers_run_in_ranges_give_what_they_give_together(llama):
         assert torch.equal(prompt_logits(engine, prompt), whole)
 
 
+def test_the_seconds_of_each_phase_are_told_and_begin_anew(llama):
+    with llama.engine(threads=2) as engine:
+        runner = engine.parts.executor._runner
+        assert runner.measure() == {}
+        prompt_logits(engine, llama.prompt())
+        seconds = runner.measure()
+        assert set(seconds) == set(fused.PHASES)
+        assert all(seconds[name] > 0 for name in ("embed", "norm", "qkv", "attention", "out", "up", "down", "head"))
+        assert not any(runner.measure().values())
+
+
 def test_more_rows_of_logits_than_the_head_takes_at_once_are_the_same_rows(tmp_path):
     path, model = tiny_llama(tmp_path)
     prompt = [random.Random(1).randrange(256) for _ in range(300)]

@@ -21,13 +21,15 @@ API int64_t intarsia_step_head_bytes(const StepModel* model, int64_t num_rows) {
 }
 
 /// Run layers first..last of the model; `hidden` (T, E) fp32 is written from the ids, or taken up where there are none.
+/// Seconds by phase are added to `seconds`, if it is not null.
 API void intarsia_step_run(const StepModel* model, const StepBatch* batch, int64_t first, int64_t last, float* hidden,
-                           void* memory, int64_t num_threads) {
-  step::run(*model, *batch, first, last, hidden, static_cast<uint8_t*>(memory), static_cast<int>(num_threads));
+                           void* memory, int64_t num_threads, double* seconds) {
+  step::run(*model, *batch, first, last, hidden, static_cast<uint8_t*>(memory), static_cast<int>(num_threads), seconds);
 }
 
 /// Write fp32 logits (n, V) of the tokens at `rows` (n,) of the residual stream.
 API void intarsia_step_logits(const StepModel* model, const float* hidden, const int64_t* rows, int64_t num_rows,
-                              float* logits, void* memory, int64_t num_threads) {
-  step::logits(*model, hidden, rows, num_rows, logits, static_cast<uint8_t*>(memory), static_cast<int>(num_threads));
+                              float* logits, void* memory, int64_t num_threads, double* seconds) {
+  step::logits(*model, hidden, rows, num_rows, logits, static_cast<uint8_t*>(memory), static_cast<int>(num_threads),
+               seconds);
 }

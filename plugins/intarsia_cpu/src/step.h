@@ -25,6 +25,26 @@ constexpr int64_t BLOCK = 64;
 /// With so many rows a thread they are split into blocks.
 constexpr int64_t ROWS_A_THREAD = 32;
 
+/// What a step's time goes to; `intarsia_cpu/runner.py` names them in this order.
+enum Phase { EMBED, NORM, QKV, PLACE, ATTENTION, CONVERT, OUT, UP, DOWN, RESIDUAL, HEAD, NUM_PHASES };
+
+/// Adds up one thread's seconds by phase, waiting included; does nothing where nobody asks.
+class Meter {
+ public:
+  explicit Meter(double* seconds) : seconds_(seconds), last_(seconds ? omp_get_wtime() : 0) {}
+
+  void mark(Phase phase) {
+    if (seconds_ == nullptr) return;
+    const double now = omp_get_wtime();
+    seconds_[phase] += now - last_;
+    last_ = now;
+  }
+
+ private:
+  double* seconds_;
+  double last_;
+};
+
 /// Numbers of some rows on their way through a layer; row 0 is the part's first.
 struct Work {
   uint8_t* inputs;  // what a linear reads, as its format has it
@@ -90,7 +110,7 @@ static Activations inputs_of(const Step& step, const Linear& linear, uint8_t* ro
     prepare_part(linear, inputs, reinterpret_cast<const float*>(rows), linear.ins, part.count, part.thread,
                  part.num_threads);
   }
-  sync();
+  sync(CONVERT);
   return inputs;
 }
 
@@ -122,20 +142,21 @@ static void leave(const Step& step, const StepLayer& layer, const StepNorm& norm
 /// Run a block's last linear and add its rows to the residual.
 template <typename Sync>
 static void finish(const Step& step, const StepLayer& layer, const Linear& linear, uint8_t* rows, const StepNorm& norm,
-                   const Part& part, Sync& sync) {
+                   Phase phase, const Part& part, Sync& sync) {
   const Activations inputs = inputs_of(step, linear, rows, part, sync);
   const int64_t width = step.model.embed_dim;
   if (norm.weight == nullptr) {
     const float scale = static_cast<float>(layer.residual_scale);
     const Output sum{step.hidden + part.first * width, width, 0, 1, Activation::NONE, scale};
     linear_part(linear, inputs, part.count, sum, part.thread, part.num_threads);
+    sync(phase);
   } else {
     const Output delta{part.work.delta, width, 0, 0, Activation::NONE, 1.0f};
     linear_part(linear, inputs, part.count, delta, part.thread, part.num_threads);
-    sync();
+    sync(phase);
     leave(step, layer, norm, part);
+    sync(RESIDUAL);
   }
-  sync();
 }
 
 // --- a layer ---------------------------------------------------------------------------------------------------------
@@ -145,12 +166,12 @@ template <typename Sync>
 static void before_attention(const Step& step, const StepLayer& layer, const StepCache& cache, const Part& part,
                              Sync& sync) {
   const Activations inputs = enter(step, layer.attention_norm, layer.qkv, part);
-  sync();
+  sync(NORM);
   const Output qkv{part.work.qkv, layer.qkv.outs, 0, 0, Activation::NONE, 1.0f};
   linear_part(layer.qkv, inputs, part.count, qkv, part.thread, part.num_threads);
-  sync();
+  sync(QKV);
   place(step, layer, cache, part);
-  sync();
+  sync(PLACE);
 }
 
 /// The feed-forward's first linear, with its gate and activation, into `work.ffn`.
@@ -158,11 +179,11 @@ template <typename Sync>
 static void widen(const Step& step, const StepLayer& layer, const Part& part, Sync& sync) {
   const StepNorm& norm = layer.parallel ? layer.attention_norm : layer.mlp_norm;
   const Activations inputs = enter(step, norm, layer.up, part);
-  sync();
+  sync(NORM);
   const auto activation = layer.activation == ACTIVATION_SILU ? Activation::SILU : Activation::GELU_TANH;
   const Output ffn{part.work.ffn, layer.up.outs, step.is_bf16(), 0, activation, 1.0f};
   linear_part(layer.up, inputs, part.count, ffn, part.thread, part.num_threads);
-  sync();
+  sync(UP);
 }
 
 /// All after attention: its output into the residual, and the feed-forward.
@@ -172,18 +193,21 @@ static void after_attention(const Step& step, const StepLayer& layer, const Part
   uint8_t* mixed = step.mixed + part.first * width;
   // In a parallel layer the feed-forward reads the residual as it is before attention adds to it.
   if (layer.parallel) widen(step, layer, part, sync);
-  finish(step, layer, layer.out, mixed, layer.attention_post_norm, part, sync);
+  finish(step, layer, layer.out, mixed, layer.attention_post_norm, OUT, part, sync);
   if (!layer.parallel) widen(step, layer, part, sync);
-  finish(step, layer, layer.down, part.work.ffn, layer.mlp_post_norm, part, sync);
+  finish(step, layer, layer.down, part.work.ffn, layer.mlp_post_norm, DOWN, part, sync);
 }
 
-static void layer_by_outputs(const Step& step, int64_t index, const Part& part) {
+static void layer_by_outputs(const Step& step, int64_t index, const Part& part, Meter& meter) {
   const StepLayer& layer = step.model.layers[index];
-  auto sync = [&step] { step.barrier.wait(); };
+  auto sync = [&](Phase phase) {
+    step.barrier.wait();
+    meter.mark(phase);
+  };
   before_attention(step, layer, step.batch.caches[index], part, sync);
   attend(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed, part.thread,
          part.num_threads);
-  sync();
+  sync(ATTENTION);
   after_attention(step, layer, part, sync);
 }
 
@@ -197,18 +221,21 @@ static void each_block(const Step& step, std::atomic<int64_t>& turn, int64_t siz
 }
 
 static void layer_by_rows(const Step& step, int64_t index, int64_t size, const Work& work, int thread,
-                          int num_threads) {
+                          int num_threads, Meter& meter) {
   const StepLayer& layer = step.model.layers[index];
-  auto sync = [] {};
+  auto sync = [&meter](Phase phase) { meter.mark(phase); };
   each_block(step, step.turns[0], size, work,
              [&](const Part& part) { before_attention(step, layer, step.batch.caches[index], part, sync); });
   step.barrier.wait();
+  meter.mark(PLACE);
   // Behind this barrier nobody counts with the first counter, until the one behind attention has been passed.
   if (thread == 0) step.turns[0].store(0, std::memory_order_relaxed);
   attend(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed, thread, num_threads);
   step.barrier.wait();
+  meter.mark(ATTENTION);
   each_block(step, step.turns[1], size, work, [&](const Part& part) { after_attention(step, layer, part, sync); });
   step.barrier.wait();
+  meter.mark(DOWN);
   if (thread == 0) step.turns[1].store(0, std::memory_order_relaxed);
 }
 
@@ -286,9 +313,10 @@ static int64_t step_bytes(const StepModel& model, int64_t num_tokens, int num_th
   return carver.used();
 }
 
-/// Run layers `first` to `last` (not it) over the batch; embed first where ids are given.
+/// Run layers `first` to `last` (not it) over the batch; embed first where ids are given. Time by phase is added to
+/// `seconds` (NUM_PHASES,), if it is not null.
 static void run(const StepModel& model, const StepBatch& batch, int64_t first, int64_t last, float* hidden,
-                uint8_t* memory, int num_threads) {
+                uint8_t* memory, int num_threads, double* seconds) {
   const Widths widths(model);
   const int64_t count = batch.num_tokens, size = block_size(count, num_threads);
   Carver carver(memory);
@@ -308,15 +336,17 @@ static void run(const StepModel& model, const StepBatch& batch, int64_t first, i
     Carver mine(memory + shared + (size ? thread * measured.used() : 0));
     const Work work = carve_work(mine, model, widths, size ? size : count);
     const Part all{0, count, work, thread, team};
+    Meter meter(thread == 0 ? seconds : nullptr);
     if (batch.ids != nullptr) {
       embed(step, all);
       barrier->wait();
+      meter.mark(EMBED);
     }
     for (int64_t index = first; index < last; index++) {
       if (size) {
-        layer_by_rows(step, index, size, work, thread, team);
+        layer_by_rows(step, index, size, work, thread, team, meter);
       } else {
-        layer_by_outputs(step, index, all);
+        layer_by_outputs(step, index, all, meter);
       }
     }
   }
@@ -333,13 +363,14 @@ static int64_t head_bytes(const StepModel& model, int64_t num_rows) {
 
 /// Write fp32 logits (n, V) of the tokens at these rows of the residual stream.
 static void logits(const StepModel& model, const float* hidden, const int64_t* rows, int64_t num_rows, float* logits,
-                   uint8_t* memory, int num_threads) {
+                   uint8_t* memory, int num_threads, double* seconds) {
   std::optional<SpinBarrier> barrier;
 #pragma omp parallel num_threads(num_threads)
   {
 #pragma omp single
     barrier.emplace(omp_get_num_threads());
     const int thread = omp_get_thread_num(), team = omp_get_num_threads();
+    Meter meter(thread == 0 ? seconds : nullptr);
     for (int64_t first = 0; first < num_rows; first += HEAD_ROWS) {
       const int64_t count = std::min(HEAD_ROWS, num_rows - first);
       float* found = logits + first * model.vocab_size;
@@ -350,9 +381,11 @@ static void logits(const StepModel& model, const float* hidden, const int64_t* r
                   row);
       }
       barrier->wait();
+      meter.mark(NORM);
       const Output out{found, model.vocab_size, 0, 0, Activation::NONE, 1.0f};
       linear_part(model.head, inputs, count, out, thread, team);
       barrier->wait();
+      meter.mark(HEAD);
       for (int64_t row = mine.begin; row < mine.end; row++) scale_logits(model, found + row * model.vocab_size);
     }
   }
