@@ -7,6 +7,19 @@ from intarsia.types import Provider, lazy
 
 
 @hookimpl
+def provide_kernels() -> list[Provider]:
+    """Ops in C++."""
+    return [
+        Provider(
+            key="cpu",
+            summary="linears over fp32, bf16, int8 and int4 weights in C++; bitwise whatever the batch",
+            fit=lazy("intarsia_cpu.kernels:fit"),
+            build=lazy("intarsia_cpu.kernels:build"),
+        )
+    ]
+
+
+@hookimpl
 def provide_attention_backends() -> list[Provider]:
     """Attention over pages."""
     return [

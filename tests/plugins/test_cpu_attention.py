@@ -7,17 +7,17 @@ import random
 
 import pytest
 import torch
-from attending import Sequence, attend, attention_spec, check
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import compiled  # noqa: F401
 
+from attending import Sequence, attend, attention_spec, check
 from intarsia.defaults.attention import RowByRowAttention, eager_row
 from intarsia.protocols import PartContext
 from intarsia.types import DecoderSpec, EngineOptions, Fit, LayerSpec, MlpSpec, NormSpec, Unfit
 from intarsia_cpu import attention, build
 from intarsia_cpu.attention import CpuAttention
+from native import compiled  # noqa: F401
 
 #: AVX-512 with and without VNNI is one path to attention, as is AVX2.
 PATHS = [path for path in build.supported() if not path.endswith("_vnni")]

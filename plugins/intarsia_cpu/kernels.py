@@ -1,0 +1,40 @@
+"""The set of kernels `cpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from intarsia.protocols import Kernel, PartContext
+from intarsia.types import Fit, Unfit
+from intarsia_cpu import build as native
+from intarsia_cpu.linears import linear_kernels
+
+_DTYPES = ("float32", "bfloat16")
+_AREAS = ("linear",)
+
+
+@frozen
+class CpuKernels:
+    """Ops in C++. What is not here is the reference's."""
+
+    def kernels(self) -> Sequence[Kernel]:
+        """Return them."""
+        return linear_kernels()
+
+
+def fit(context: PartContext) -> Fit | Unfit:
+    """For float32 and bfloat16 on CPUs, where the kernels can be compiled."""
+    engine = context.engine
+    if engine.device != "cpu" or engine.dtype not in _DTYPES:
+        return Unfit(f"it is for float32 and bfloat16 on CPUs, and the engine runs {engine.dtype} on {engine.device}")
+    for area in _AREAS:
+        if reason := native.unavailable(area):
+            return Unfit(reason)
+    return Fit(0, f"compiled for {native.isa()}")
+
+
+def build(_: PartContext) -> CpuKernels:
+    """Make the part."""
+    return CpuKernels()
