@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from intarsia.errors import CompositionError
-from intarsia.models.weights import EMBED, HEAD, POSITIONS
+from intarsia.models.weights import EMBED, HEAD, POSITIONS, tied_head_quantizers
 from intarsia.ops import Ops
 from intarsia.protocols import CacheAllocator, CacheContext, Quantizer
 from intarsia.types import AUTO, CacheGroup, CacheLayout, CacheOptions, DecoderSpec, Dtype, WeightMap, parse_bytes
@@ -58,7 +58,7 @@ def weight_bytes(weight_map: WeightMap, quantizers: Sequence[Quantizer], ops: Op
     """Return bytes of all weights as they will be in memory.
 
     Dense ones are in `dtype`, quantized ones as they come out, packed ones as large as before; a tied head that is
-    packed is a weight of its own.
+    packed, or quantized apart, is a weight of its own.
     """
     total = 0
     for name, source in weight_map.tensors.items():
@@ -67,9 +67,20 @@ def weight_bytes(weight_map: WeightMap, quantizers: Sequence[Quantizer], ops: Op
         for quantizer in quantizers:
             if len(source.shape) == 2 and name != POSITIONS and quantizer.accepts(name, source.shape):
                 size, weight_format = quantizer.num_bytes(name, source.shape), quantizer.format
-        has_twin = name == EMBED and HEAD not in weight_map.tensors and ops.packs(weight_format)
-        total += 2 * size if has_twin else size
+        total += size
+        if name == EMBED and HEAD not in weight_map.tensors:
+            total += _tied_head_bytes(source.shape, quantizers, ops, size, weight_format)
     return total
+
+
+def _tied_head_bytes(
+    shape: tuple[int, ...], quantizers: Sequence[Quantizer], ops: Ops, size: int, weight_format: str
+) -> int:
+    """Return what a head takes beside the embedding that it is tied to, of this size and format."""
+    apart = tied_head_quantizers(quantizers, shape)
+    if apart:
+        return apart[-1].num_bytes(HEAD, shape)
+    return size if ops.packs(weight_format) else 0
 
 
 def num_pages(options: CacheOptions, layout: CacheLayout, room: int) -> int:

@@ -12,7 +12,7 @@ def provide_kernels() -> list[Provider]:
     return [
         Provider(
             key="cpu",
-            summary="linears over fp32, bf16, int8 and int4 weights in C++; bitwise whatever the batch",
+            summary="every op in C++, over fp32, bf16, int8 and int4 weights; bitwise whatever the batch",
             fit=lazy("intarsia_cpu.kernels:fit"),
             build=lazy("intarsia_cpu.kernels:build"),
         )

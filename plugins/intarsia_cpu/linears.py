@@ -17,7 +17,6 @@ Shape legend: T tokens, C in features, N out features.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from attrs import frozen
@@ -25,8 +24,8 @@ from torch.nn import functional
 
 from intarsia.errors import CompositionError
 from intarsia.ops import linear as reference
-from intarsia.protocols import Kernel, PartContext
-from intarsia.types import Fit, Invariance, Unfit, Weight, WeightFormat, dense
+from intarsia.protocols import Kernel
+from intarsia.types import Invariance, Weight, WeightFormat, dense
 from intarsia_cpu import build as kernels
 
 #: Outputs a panel.
@@ -264,40 +263,25 @@ def run(layer: LinearStruct, x_TC: torch.Tensor, out: OutputStruct, *, threads: 
     )
 
 
-def linear_kernels() -> Sequence[Kernel]:
-    """Return the kernels of `linear`: dense, int8 and int4 weights."""
+def embedding(ids_T: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows (T, E) of a quantized (V, E) weight, of which no others are dequantized."""
+    rows = {name: tensor[ids_T] for name, tensor in weight.tensors.items()}
+    return Weight(weight.format, rows, (len(ids_T), weight.shape[1])).dequantize().to(dtype)
+
+
+def linear_kernels() -> list[Kernel]:
+    """Return the kernels of ops on weights: dense, int8 and int4."""
+    quantized = frozenset({"int8", *INT4_GROUPS})
+    dtypes = frozenset(_BITWISE)
     return [
         Kernel(
             op="linear",
             call=linear,
-            formats=frozenset({"dense", "int8", *INT4_GROUPS}),
-            dtypes=frozenset(_BITWISE),
+            formats=quantized | {"dense"},
+            dtypes=dtypes,
             invariance=_BITWISE,
             pack=pack,
             packed=PACKED,
-        )
+        ),
+        Kernel(op="embedding", call=embedding, formats=quantized, dtypes=dtypes, invariance=_BITWISE),
     ]
-
-
-@frozen
-class LinearKernels:
-    """The linear kernels alone."""
-
-    def kernels(self) -> Sequence[Kernel]:
-        """Return the linear kernel."""
-        return linear_kernels()
-
-
-def fit(context: PartContext) -> Fit | Unfit:
-    """For float32 and bfloat16 on CPUs with a compiler."""
-    engine = context.engine
-    if engine.device != "cpu" or engine.dtype not in _BITWISE:
-        return Unfit(f"it is for float32 and bfloat16 on CPUs, and the engine runs {engine.dtype} on {engine.device}")
-    if reason := kernels.unavailable("linear"):
-        return Unfit(reason)
-    return Fit(0, "packed linears, bitwise the same in any batch")
-
-
-def build(_: PartContext) -> LinearKernels:
-    """Make the part."""
-    return LinearKernels()

@@ -86,8 +86,8 @@ def load_weights(
 ) -> Weights:
     """Read every tensor into its run dtype; at once quantize it where a quantizer takes it, and pack it for its kernel.
 
-    A tied head has a weight of its own only where it is packed. Anonymous memory grows by the weights and one tensor:
-    tensors are read one by one, straight to their final place.
+    A tied head has a weight of its own only where it is packed, or quantized apart. Anonymous memory grows by the
+    weights and one tensor: tensors are read one by one, straight to their final place.
 
     Raises:
         CheckpointError: a tensor cannot be read or quantized; names it.
@@ -101,9 +101,21 @@ def load_weights(
         done += tensor.numel()
         progress("loading weights", done, total)
     embed = weights.get(EMBED)
-    if isinstance(embed, Weight) and HEAD not in weights and ops.packs(embed.format.name):
-        weights[HEAD] = ops.pack(embed)
+    if isinstance(embed, Weight) and HEAD not in weights:
+        apart = tied_head_quantizers(quantizers, embed.shape)
+        # A copy, since a quantizer may change the numbers where they are.
+        head = dense(embed.dequantize().clone()) if apart else embed
+        for quantizer in apart:
+            head = quantizer.quantize(HEAD, head)
+        head = ops.pack(head)
+        if head is not embed:
+            weights[HEAD] = head
     return weights
+
+
+def tied_head_quantizers(quantizers: Sequence[Quantizer], shape: tuple[int, ...]) -> list[Quantizer]:
+    """Return those that take a head which is tied to an embedding that they leave alone."""
+    return [q for q in quantizers if q.accepts(HEAD, shape) and not q.accepts(EMBED, shape)]
 
 
 def _read(checkpoint: Checkpoint, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:

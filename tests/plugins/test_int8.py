@@ -1,0 +1,140 @@
+"""The int8 quantizer: rounding to nearest by rows, what it takes, what it refuses, and engines that run on it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import engine_of
+from intarsia import SamplingParams
+from intarsia.errors import CheckpointError
+from intarsia.protocols import PartContext
+from intarsia.types import dense
+from intarsia_int8 import provide_quantizers
+from intarsia_int8.options import Int8Options
+from intarsia_int8.quantizer import quantize
+from models import tiny_llama
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+def quantizer(**options):
+    [provider] = provide_quantizers()
+    return provider.build(PartContext(spec=None, options=Int8Options(**options)))
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    outs=st.integers(1, 20),
+    ins=st.integers(1, 70),
+    power=st.integers(-40, 37),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_every_number_is_at_most_half_a_scale_off(outs, ins, power, dtype):
+    w = (drawn(outs, ins, seed=outs * ins) * 10.0**power).to(getattr(torch, dtype))
+    weight = quantize("w", w)
+    numbers, scale = weight.tensors["weight"], weight.tensors["scale"].double()
+    assert numbers.dtype == torch.int8 and numbers.min() >= -127
+    exact = w.double()
+    # Below 1e-38 floats have fewer bits, and so have scales.
+    assert torch.allclose(scale, exact.abs().amax(1) / 127, rtol=1e-6, atol=1e-45)
+    error = (numbers.double() * scale[:, None] - exact).abs()
+    assert (error <= (scale * 0.5001 + 1e-43)[:, None] + exact.abs() * 1e-6).all()
+    assert torch.equal(weight.dequantize(), numbers.float() * weight.tensors["scale"][:, None])
+
+
+def odd_rows():
+    """Q01: a row of zeros, a column of zeros, a row too small for half floats, a row with one outlier."""
+    w = drawn(6, 130)
+    w[1] = 0
+    w[:, 7] = 0
+    w[2] *= 1e-6
+    w[3, 50] = 1e4
+    return w
+
+
+def test_rows_of_zeros_and_tiny_ones_and_outliers_come_out_within_their_own_bounds():
+    w = odd_rows()
+    found = quantize("w", w).dequantize()
+    assert found.isfinite().all()
+    assert not found[1].any() and not found[:, 7].any()
+    assert ((found - w).abs() <= w.abs().amax(1, keepdim=True) / 127).all()
+    assert (found[2] != 0).sum() > 100
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_none_are_refused_by_name(bad):
+    w = drawn(5, 9)
+    w[4, 8] = bad
+    with pytest.raises(CheckpointError, match=r"layers\.3\.qkv\.weight holds NaN or infinity"):
+        quantizer().quantize("layers.3.qkv.weight", dense(w))
+
+
+def test_it_takes_matrices_and_the_head_and_leaves_the_embedding():
+    shape = (8, 8)
+    taken = {"layers.0.qkv.weight", "layers.0.down.weight", "layers.1.experts.0.down.weight", "head.weight"}
+    left = {"embed.weight", "positions.weight", "layers.1.router.weight"}
+    assert {name for name in taken | left if quantizer().accepts(name, shape)} == taken
+    assert not quantizer(head=False).accepts("head.weight", shape)
+    assert quantizer(embed=True).accepts("embed.weight", shape)
+    only = quantizer(include=("head.*", "layers.0.*"))
+    assert {name for name in taken | left if only.accepts(name, shape)} == taken - {"layers.1.experts.0.down.weight"}
+
+
+def test_bytes_are_as_announced_and_parts_are_parts():
+    w = drawn(30, 50)
+    weight = quantize("w", w)
+    assert weight.num_bytes == quantizer().num_bytes("w", (30, 50)) == 30 * 50 + 30 * 4
+    for dim, start, stop in [(0, 7, 20), (1, 3, 44)]:
+        part = weight.shard(dim, start, stop)
+        assert torch.equal(part.dequantize(), weight.dequantize().narrow(dim, start, stop - start))
+        assert part.shape == tuple(part.dequantize().shape)
+
+
+def test_large_weights_are_quantized_in_pieces_alike(monkeypatch):
+    w = drawn(50, 33)
+    whole = quantize("w", w)
+    monkeypatch.setattr("intarsia_int8.quantizer._CHUNK", 100)
+    pieces = quantize("w", w)
+    assert all(torch.equal(whole.tensors[name], pieces.tensors[name]) for name in whole.tensors)
+
+
+def fake_quantized(model, *, head):
+    """Round the weights of transformers' layers to the same grid, in float64."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and ("proj" in name or (head and "lm_head" in name)):
+            exact = parameter.detach().double()
+            scale = exact.abs().amax(1, keepdim=True) / 127
+            parameter.data = ((exact / scale).round() * scale).float()
+    return model
+
+
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+@pytest.mark.parametrize(
+    ("tie", "options"), [(True, {}), (True, {"head": False}), (True, {"embed": True}), (False, {})]
+)
+def test_an_engine_computes_what_its_weights_say(tmp_path, kernels, tie, options):
+    """Q04: a tied head is the embedding's own numbers; embeddings that are looked up stay unless asked otherwise."""
+    path, model = tiny_llama(tmp_path, layers=2, tie=tie, attention_bias=True, mlp_bias=True)
+    prompt = [3, 141, 59, 26, 5, 35]
+    with engine_of(path, kernels=kernels, quantizer={"use": "int8", **options}) as engine:
+        output = engine.generate([prompt], GREEDY)[0]
+        assert engine.explain()["ops"]["linear[int8]"] == kernels
+    if tie:
+        # The embedding and the head part, so that one can be rounded alone.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    if options.get("embed"):
+        rows = model.model.embed_tokens.weight
+        rows.data = quantize("embed", rows.detach()).dequantize()
+    fake_quantized(model, head=options.get("head", True))
+    ids = prompt + list(output.token_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+    # Every chosen id is the reference's best, or as good within what int8 activations add in `cpu`.
+    slack = logits.std() * (0.1 if kernels == "cpu" else 1e-3)
+    chosen = logits[torch.arange(len(output.token_ids)), torch.tensor(output.token_ids)]
+    assert (logits.amax(-1) - chosen <= slack).all()
