@@ -1,18 +1,14 @@
 """The real process: `intarsia serve` with a real engine, and signals."""
 
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from models import tiny_llama
+from server_process import process, ready, tiny_model
 from serving import Peer, eventually
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -20,68 +16,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path, _ = tiny_llama(
-        tmp_path_factory.mktemp("model"), hidden=16, heads=2, kv_heads=1, layers=1, ffn=16, max_len=4096
-    )
-    return path
-
-
-class Process:
-    def __init__(self, tmp_path, model, *args):
-        code = "import sys; from intarsia.cli import main; main()"
-        config = ["-o", 'engine.dtype="float32"', "-o", "engine.threads=1", "-o", 'cache.memory="64MiB"']
-        self.log = (tmp_path / "log").open("w+b")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", "-m", str(model), "--bind", "tcp://127.0.0.1:*", *config, *args],
-            stderr=self.log,
-            stdout=subprocess.DEVNULL,
-            env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
-        )
-        try:
-            eventually(lambda: self.find(r"data (tcp://\S+),"), 60)
-        except AssertionError:
-            raise AssertionError(self.said()) from None
-        self.address = self.find(r"data (tcp://\S+),")[1]
-        self.control = self.find(r"control (ipc://\S+)")[1]
-
-    def said(self):
-        self.log.seek(0)
-        return self.log.read().decode()
-
-    def find(self, pattern):
-        return re.search(pattern, self.said())
-
-    def listening(self):
-        """Return the TCP addresses that it listens on, by Linux's own books."""
-        inodes = set()
-        for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            found = re.fullmatch(r"socket:\[(\d+)\]", str(entry.readlink()))
-            inodes |= {found[1]} if found else set()
-        hosts = set()
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{self.process.pid}/net/{table}").read_text().splitlines()[1:]:
-                _, local, _, state, *rest = line.split()
-                if state == "0A" and rest[5] in inodes:
-                    hosts.add(local.split(":")[0])
-        return hosts
-
-    def wait(self):
-        return self.process.wait(30)
-
-
-@contextmanager
-def process(tmp_path, model, *args):
-    running = Process(tmp_path, model, *args)
-    try:
-        yield running
-    finally:
-        running.process.kill()
-        running.process.wait()
-        running.log.close()
-
-
-def ready(peer):
-    eventually(lambda: peer.ask("ping").body["state"] == "ready", 60)
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_default_start_listens_on_loopback_alone_and_sigterm_drains_and_ends_well(tmp_path, model):

@@ -148,7 +148,7 @@ def test_a_client_with_an_allowed_key_is_served_and_all_others_are_refused_and_l
         assert not any(secret in record.getMessage() for record in caplog.records for secret in secrets)
 
 
-def test_a_revoked_key_loses_its_session_and_a_new_one_is_let_in(keys, tmp_path):
+def test_a_revoked_key_loses_its_session_and_a_new_one_is_let_in(keys, tmp_path, caplog):
     with serving(tmp_path, **secured(tmp_path)) as running:
         alice = Peer(running.address, hello=True, **curve(keys, "server", "alice"))
         bob = Peer(running.address, hello=True, **curve(keys, "server", "bob"))
@@ -162,6 +162,9 @@ def test_a_revoked_key_loses_its_session_and_a_new_one_is_let_in(keys, tmp_path)
         assert alice.is_refused()
         with Peer(running.address, **curve(keys, "server", "alice")) as again:
             assert again.is_refused()
+            time.sleep(1.0)  # both try again and again
+        revoked = read_key_pair(keys / "alice.key_secret").public.decode()
+        assert sum(revoked in record.getMessage() for record in caplog.records) == 1
         assert bob.ask("ping").kind == "pong"
         shutil.copy(keys / "mallory.key", tmp_path / "allowed")
         running.control("reload")
