@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 
 from intarsia.protocols import Kernel, PartContext
 from intarsia.types import Fit, Unfit
 from intarsia_cpu import build as native
 from intarsia_cpu.linears import linear_kernels
+from intarsia_cpu.rows import RowOps, row_kernels
 
 _DTYPES = ("float32", "bfloat16")
-_AREAS = ("linear",)
+_AREAS = ("linear", "rows")
 
 
-@frozen
+@frozen(eq=False)
 class CpuKernels:
     """Ops in C++. What is not here is the reference's."""
 
+    row_ops: RowOps = field(factory=RowOps)
+
     def kernels(self) -> Sequence[Kernel]:
         """Return them."""
-        return linear_kernels()
+        return [*linear_kernels(), *row_kernels(self.row_ops)]
 
 
 def fit(context: PartContext) -> Fit | Unfit:
