@@ -46,7 +46,7 @@ class Client {
   // One socket after the other: each greets with the token of the session, and what is missing comes again.
   async #run() {
     while (!this.#closed) {
-      const socket = (this.socket = new Dealer({ linger: 500, ...this.options }));
+      const socket = (this.socket = new Dealer({ linger: 500, sendTimeout: 5000, ...this.options }));
       this.sent = Promise.resolve();
       socket.events.on("disconnect", () => socket.close());
       socket.connect(this.address);
@@ -64,7 +64,7 @@ class Client {
 
   #say(kind, id, body) {
     const socket = this.socket;
-    this.sent = this.sent.then(() => socket.send(write(kind, id, body))).catch(() => {}); // closed: it is said again
+    this.sent = this.sent.then(() => socket.send(write(kind, id, body))).catch(() => socket.close()); // it is said again
   }
 
   #hear({ kind, id, seq, body }) {

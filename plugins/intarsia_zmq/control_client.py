@@ -42,10 +42,14 @@ def ask_control(address: str, kind: str, body: Mapping[str, Any] | None = None, 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
+    # Where a server has refused this connection there is nowhere to send to, and sending would wait for ever.
+    socket.sndtimeo = int(timeout_s * 1000)
     try:
         socket.connect(address)
         socket.send_multipart(encode(Message(kind, _ID, 0, body or {})))
         return _answer(socket, address, timeout_s)
+    except zmq.Again:
+        raise _unanswered(address, timeout_s) from None
     except zmq.ZMQError as error:
         raise ConfigError(
             f"control: {address!r} is not an address such as ipc:///run/x.control: {error.strerror}", field="control"
@@ -69,4 +73,8 @@ def _answer(socket: zmq.Socket[bytes], address: str, timeout_s: float) -> dict[s
                 raise read_error(message.body)
             if message.id == _ID:
                 return dict(message.body)
-    raise ConnectionLostError(f"{address}: no answer within {timeout_s:g} s; is a server there?")
+    raise _unanswered(address, timeout_s)
+
+
+def _unanswered(address: str, timeout_s: float) -> ConnectionLostError:
+    return ConnectionLostError(f"{address}: no answer within {timeout_s:g} s; is a server there?")

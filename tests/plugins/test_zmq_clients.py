@@ -8,11 +8,13 @@ import threading
 import time
 
 import pytest
+import zmq
 
 from intarsia.errors import ExecutionError, InvalidRequestError, OverloadedError
 from intarsia.types import SamplingParams
 from intarsia_zmq import AsyncClient, Client
 from intarsia_zmq.calls import ConnectionLostError
+from intarsia_zmq.control_client import ask_control
 from intarsia_zmq.errors import DrainingError, SlowReaderError
 from intarsia_zmq.keys import write_keys
 from intarsia_zmq.options import Limits
@@ -257,6 +259,26 @@ def test_the_asyncio_client_does_the_same(tmp_path):
     with serving(tmp_path, FakeEngine(step_s=0.002), grace_s=10.0, **TCP) as running, Proxy(running.address) as proxy:
         asyncio.run(asyncio.wait_for(main(running, proxy), 30))
         eventually(lambda: idle(running, 0))
+
+
+def test_where_nothing_can_be_sent_no_client_waits_in_sending(monkeypatch):
+    """As after a refusal: libzmq has no connection that it could send to, and a plain send waits for ever."""
+    monkeypatch.setattr(zmq.Socket, "connect", lambda self, address: None)
+    begun = time.monotonic()
+    with pytest.raises(ConnectionLostError, match=r"no answer within 0\.3 s"):
+        ask_control("ipc:///nowhere", "status", timeout_s=0.3)
+    with Client("tcp://127.0.0.1:9", timeout_s=0.3) as client:
+        for call in (client.ping, lambda: client.generate("x"), lambda: next(client.stream("x"))):
+            with pytest.raises(ConnectionLostError):
+                call()
+
+    async def main():
+        async with AsyncClient("tcp://127.0.0.1:9", timeout_s=0.3) as client:
+            with pytest.raises(ConnectionLostError):
+                await client.generate("x")
+
+    asyncio.run(main())
+    assert time.monotonic() - begun < 8
 
 
 def test_with_keys_friends_are_let_in_strangers_are_not_and_one_that_is_removed_is_not_let_back(tmp_path):
