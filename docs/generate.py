@@ -236,24 +236,32 @@ def toml_value(value: Any) -> str:
         return f'`"{value}"`'
     if isinstance(value, tuple | list):
         return f"`[{', '.join(toml_value(item).strip('`') for item in value)}]`"
-    return f"`{value}`" if isinstance(value, int | float | Path) else "see below"
+    assert isinstance(value, int | float | Path), f"{value!r} has no form in a config"
+    return f"`{value}`"
 
 
 def options_table(cls: type, skip: Iterable[str] = ()) -> str:
     """Return the table of an options class."""
-    hints, docs, rows = typing.get_type_hints(cls), field_docs(cls), []
+    return table(["option", "takes", "default", "meaning"], _option_rows(cls, skip))
+
+
+def _option_rows(cls: type, skip: Iterable[str] = (), prefix: str = "") -> Iterator[list[str]]:
+    """Yield a row for each option; those of a nested table by their paths."""
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for field in attrs.fields(cls):
         if not field.init or field.name in skip:
             continue
         default: Any = field.default
         if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
             default = default.factory()
+        if attrs.has(type(default)):
+            yield from _option_rows(type(default), prefix=f"{prefix}{field.alias}.")
+            continue
         shown = "required" if default is attrs.NOTHING else toml_value(default)
         takes = type_text(hints.get(field.name, Any)).replace(" or left out", "")
         # A config has no None: it leaves the option out.
         meaning = re.sub(r"\bNone\b", "unset", docs.get(field.name, "")).removesuffix(".")
-        rows.append([f"`{field.alias}`", takes.replace("'", '"'), shown, meaning])
-    return table(["option", "takes", "default", "meaning"], rows)
+        yield [f"`{prefix}{field.alias}`", takes.replace("'", '"'), shown, meaning]
 
 
 # --- the pages --------------------------------------------------------------------------------------------------------

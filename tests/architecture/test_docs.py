@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from intarsia import hookspecs
 from intarsia.config import load_config
 from intarsia.hookspecs import KINDS, OBSERVERS, hook_docs
 from intarsia.types import EngineConfig
+from intarsia_zmq.options import ZmqOptions
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ("hooks.md", "config.md")
@@ -81,6 +83,13 @@ def test_the_examples_of_the_config_page_are_configs(tmp_path):
         path = tmp_path / "engine.toml"
         path.write_text(example)
         assert load_config(path) != EngineConfig()
+
+
+def test_the_config_page_lists_the_options_in_a_table_by_their_paths():
+    page = (ROOT / "docs/config.md").read_text()
+    rows = re.findall(r"^\| `(limits\.\w+)` \| a whole number \| `(\d+)` \| .{10,} \|$", page, flags=re.MULTILINE)
+    defaults = attrs.asdict(ZmqOptions().limits)
+    assert rows == [(f"limits.{name}", str(default)) for name, default in defaults.items()]
 
 
 def test_every_path_that_the_architecture_names_exists():

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -25,6 +26,7 @@ from intarsia.types import EngineConfig, PluginsOptions
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs/python-api.md").read_text()
+SERVING = (ROOT / "docs/serving.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 
@@ -35,6 +37,12 @@ def blocks(page: str, language: str) -> list[str]:
 def engine_configs(page: str) -> list[str]:
     """TOML blocks without those of a pyproject.toml."""
     return [block for block in blocks(page, "toml") if "[project" not in block]
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page's shell blocks, each on one line."""
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [words(re.sub(r"\s#.*", "", line)) for line in lines if line.startswith("intarsia")]
 
 
 def example(name: str) -> ModuleType:
@@ -98,6 +106,12 @@ def test_readme_shows_the_example_plugin():
     assert set(imports.splitlines()) <= set(source.splitlines())
 
 
+def test_the_page_on_families_shows_a_whole_one_and_a_line_of_the_tests():
+    family, case, _ = blocks((ROOT / "docs/adding-a-family.md").read_text(), "python")
+    assert family == (ROOT / "plugins/intarsia_families/qwen3.py").read_text()
+    assert case.strip() in (ROOT / "tests/families.py").read_text()
+
+
 @pytest.mark.parametrize("page, index", [("README.md", 0), *(("docs/python-api.md", i) for i in range(5))])
 def test_the_shown_python_runs(page, index, capsys):
     code = re.sub(r"max_tokens=\d+", "max_tokens=4", blocks((ROOT / page).read_text(), "python")[index])
@@ -117,7 +131,9 @@ def test_every_python_block_is_run():
 # --- configs and commands ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [*engine_configs(README), (ROOT / "examples/engine.toml").read_text()])
+@pytest.mark.parametrize(
+    "text", [*engine_configs(README), *engine_configs(SERVING), (ROOT / "examples/engine.toml").read_text()]
+)
 def test_the_shown_configs_name_parts_and_options_that_exist(text, tmp_path):
     path = tmp_path / "engine.toml"
     path.write_text(text)
@@ -161,16 +177,16 @@ def test_the_demo_says_what_readme_shows(capsys):
         assert re.fullmatch(re.escape(line).replace(r"\.\.\.", ".+"), real)
 
 
-@pytest.mark.parametrize("command", [line for line in blocks(README, "sh")[0].splitlines() if line.strip()])
+@pytest.mark.parametrize("command", [*commands(README), *commands(SERVING)])
 def test_the_shown_commands_are_known(command, capsys):
     """Their options exist: asked for help with them all, the command line gives it."""
-    arguments = re.sub(r"\s+#.*", "", command).replace('"', "").split(" ")
-    assert arguments.pop(0) == "intarsia"
-    name, *rest = arguments
+    _, name, *rest = command.replace('"', "").split(" ")
     assert run([name, "--help"]) == 0
     known = capsys.readouterr().out
     for option in (each for each in rest if each.startswith("-")):
         assert re.search(rf"(^|[\s,]){re.escape(option)}\b", known), option
+    overrides = [value for flag, value in pairwise(rest) if flag == "-o"]
+    assert not overrides or load_config(None, overrides) != EngineConfig()
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What docs/wire-protocol.md says of the control socket and of events is what a server does."""
+"""What docs/wire-protocol.md says of control and events is what a server does; what docs/serving.md shows runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 
 import attrs
 import msgpack
+import pytest
 import zmq
 
 from intarsia_zmq.control import KINDS
 from intarsia_zmq.options import Limits, ZmqOptions
-from serving import Peer, eventually, serving
+from serving import FakeEngine, Peer, eventually, serving
 
-PAGE = (Path(__file__).parents[2] / "docs/wire-protocol.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "wire-protocol.md").read_text("utf-8")
+SHOWN = re.findall(r"^```python\n(.*?)^```$", (DOCS / "serving.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 CONTROL, EVENTS = (
     re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)[1]
     for title in ("Control", "Events")
@@ -32,6 +35,18 @@ def paragraph(section, begins):
 def rows(section, header):
     table = re.search(rf"^\| {header} \|.*\n\|.*\n((?:\|.*\n)+)", section, flags=re.MULTILINE)[1]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+@pytest.mark.parametrize("code", SHOWN)
+def test_the_python_that_the_guide_shows_streams_and_answers(code, capsys, tmp_path):
+    class Speaking(FakeEngine):
+        def _output(self, request, choice, ids, end):
+            return attrs.evolve(super()._output(request, choice, ids, end), text="".join(map(str, ids)))
+
+    with serving(tmp_path, Speaking) as running:
+        exec(compile(code.replace("tcp://127.0.0.1:5555", running.address), "serving.md", "exec"), {})
+    assert capsys.readouterr().out == "".join(map(str, range(16))) + "".join(map(str, range(8))) + "\n"
+    assert len(SHOWN) == 2
 
 
 def test_the_page_lists_every_control_verb_and_each_is_answered_as_it_says(tmp_path):
