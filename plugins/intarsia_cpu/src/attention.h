@@ -14,6 +14,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
+#include <type_traits>
 
 #include "isa.h"
 #include "key_tiles.h"
@@ -45,6 +47,8 @@ namespace attention {
 using isa::F;
 using isa::LANES;
 using key_tiles::Floats;
+using key_tiles::Foresight;
+using key_tiles::Places;
 using key_tiles::MAX_DIM;
 using key_tiles::TILE;
 
@@ -81,14 +85,16 @@ struct State {
 
 // --- scores ----------------------------------------------------------------------------------------------------------
 
-/// scores[r][...] = queries[r] . keys, for N vectors of keys.
+/// scores[r][...] = queries[r] . keys, for N vectors of keys. `foresight` asks for others between the steps.
 template <class Words, int R, int N>
-static void score(const typename Words::Word* queries, int words, const typename Words::Word* keys, float* scores) {
+static INLINE void score(const typename Words::Word* queries, int words, const typename Words::Word* keys, float* scores,
+                         Foresight foresight) {
   F sums[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) sums[r][n] = isa::zero();
   for (int w = 0; w < words; w++) {
     typename Words::Vector key[N];
     UNROLL for (int n = 0; n < N; n++) key[n] = Words::load(keys + w * TILE + n * LANES);
+    foresight.at(w);
     UNROLL for (int r = 0; r < R; r++) {
       const typename Words::Vector query = Words::broadcast(queries + r * words + w);
       UNROLL for (int n = 0; n < N; n++) Words::multiply_add(sums[r][n], key[n], query);
@@ -100,15 +106,18 @@ static void score(const typename Words::Word* queries, int words, const typename
 /// The scores of the first `count` keys of a tile, rounded up to vectors.
 template <class Words, int R>
 static __attribute__((noinline)) void scores_of(const typename Words::Word* queries, int words,
-                                                const typename Words::Word* keys, int count, float* scores) {
-  int n = 0;
+                                                const typename Words::Word* keys, int count, float* scores,
+                                                Foresight foresight) {
   const int end = (count + LANES - 1) / LANES;
-  for (; end - n >= VECTORS; n += VECTORS) score<Words, R, VECTORS>(queries, words, keys + n * LANES, scores + n * LANES);
-  if (VECTORS > 2 && end - n >= 2) {
-    score<Words, R, 2>(queries, words, keys + n * LANES, scores + n * LANES);
-    n += 2;
-  }
-  if (n < end) score<Words, R, 1>(queries, words, keys + n * LANES, scores + n * LANES);
+  int n = 0;
+  const auto some = [&](auto width) {
+    score<Words, R, width()>(queries, words, keys + n * LANES, scores + n * LANES, foresight);
+    n += width();
+    foresight = {};
+  };
+  while (end - n >= VECTORS) some(std::integral_constant<int, VECTORS>());
+  while (VECTORS > 2 && end - n >= 2) some(std::integral_constant<int, 2>());
+  if (n < end) some(std::integral_constant<int, 1>());
 }
 
 // --- softmax ---------------------------------------------------------------------------------------------------------
@@ -151,8 +160,8 @@ static INLINE float weigh(const AttentionArgs& args, const float* scores, int fi
 
 /// mixed[r][...] = mixed[r][...] * kept[r] + weights[r] . values, for N vectors of dimensions and `steps` words of keys.
 template <class Words, int R, int N>
-static void mix(const typename Words::Word* weights, const float* kept, int steps, const typename Words::Word* values,
-                int width, float* mixed) {
+static INLINE void mix(const typename Words::Word* weights, const float* kept, int steps,
+                       const typename Words::Word* values, int width, float* mixed, Foresight foresight) {
   F sums[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) {
     sums[r][n] = isa::load(mixed + r * width + n * LANES) * isa::set(kept[r]);
@@ -160,6 +169,7 @@ static void mix(const typename Words::Word* weights, const float* kept, int step
   for (int s = 0; s < steps; s++) {
     typename Words::Vector value[N];
     UNROLL for (int n = 0; n < N; n++) value[n] = Words::load(values + s * width + n * LANES);
+    foresight.at(s);
     UNROLL for (int r = 0; r < R; r++) {
       const typename Words::Vector weight = Words::broadcast(weights + r * (TILE / Words::NUMBERS) + s);
       UNROLL for (int n = 0; n < N; n++) Words::multiply_add(sums[r][n], value[n], weight);
@@ -170,29 +180,33 @@ static void mix(const typename Words::Word* weights, const float* kept, int step
 
 template <class Words, int R>
 static __attribute__((noinline)) void mix_all(const typename Words::Word* weights, const float* kept, int steps,
-                                              const typename Words::Word* values, int width, float* mixed) {
+                                              const typename Words::Word* values, int width, float* mixed,
+                                              Foresight foresight) {
   int d = 0;
-  for (; width - d >= VECTORS * LANES; d += VECTORS * LANES) {
-    mix<Words, R, VECTORS>(weights, kept, steps, values + d, width, mixed + d);
-  }
-  if (VECTORS > 2 && width - d >= 2 * LANES) {
-    mix<Words, R, 2>(weights, kept, steps, values + d, width, mixed + d);
-    d += 2 * LANES;
-  }
-  if (d < width) mix<Words, R, 1>(weights, kept, steps, values + d, width, mixed + d);
+  const auto some = [&](auto vectors) {
+    mix<Words, R, vectors()>(weights, kept, steps, values + d, width, mixed + d, foresight);
+    d += vectors() * LANES;
+    foresight = {};
+  };
+  while (width - d >= VECTORS * LANES) some(std::integral_constant<int, VECTORS>());
+  while (VECTORS > 2 && width - d >= 2 * LANES) some(std::integral_constant<int, 2>());
+  if (d < width) some(std::integral_constant<int, 1>());
 }
 
 // --- blocks ----------------------------------------------------------------------------------------------------------
 
-/// Let R queries, `query` the first, take in one tile, of whose keys those before `last` are packed.
+/// Let R queries, `query` the first, take in one tile, of whose keys those before `last` are packed; `soon`, if any, is
+/// the tile that comes next.
 template <class Words, int R>
-static void take(const Job& job, int query, int tile, int last, const key_tiles::Tile<Words>& packed, State<Words>& state) {
+static void take(const Job& job, int query, int tile, int last, const key_tiles::Tile<Words>& packed,
+                 State<Words>& state, const Places* soon) {
   const int words = key_tiles::words<Words>(job.args.head_dim), width = key_tiles::padded(job.args.head_dim);
   const int i = query - job.begin;
   alignas(64) float scores[R * TILE];
   alignas(64) typename Words::Word weights[R * TILE / Words::NUMBERS];
   float kept[R];
-  scores_of<Words, R>(state.queries + i * words, words, packed.keys, last, scores);
+  scores_of<Words, R>(state.queries + i * words, words, packed.keys, last, scores,
+                      Foresight::of(soon, soon ? soon->keys : nullptr, words));
   // Vectors of keys behind the last were not multiplied; what stands there is hidden below.
   for (int r = 0; r < R; r++) {
     const int seen = std::min(TILE, job.position(query + r) + 1 - tile);
@@ -201,19 +215,20 @@ static void take(const Job& job, int query, int tile, int last, const key_tiles:
                            state.total[i + r], weights + r * TILE / Words::NUMBERS);
   }
   const int steps = (last + Words::NUMBERS - 1) / Words::NUMBERS;
-  mix_all<Words, R>(weights, kept, steps, packed.values, width, state.mixed + i * width);
+  mix_all<Words, R>(weights, kept, steps, packed.values, width, state.mixed + i * width,
+                    Foresight::of(soon, soon ? soon->values : nullptr, steps));
 }
 
 template <class Words>
 static void take_some(int count, const Job& job, int query, int tile, int last, const key_tiles::Tile<Words>& packed,
-                      State<Words>& state) {
+                      State<Words>& state, const Places* soon) {
   switch (count) {
-    case 1: return take<Words, 1>(job, query, tile, last, packed, state);
-    case 2: return take<Words, 2>(job, query, tile, last, packed, state);
-    case 3: return take<Words, 3>(job, query, tile, last, packed, state);
-    case 4: return take<Words, 4>(job, query, tile, last, packed, state);
-    case 5: return take<Words, (ROWS > 4 ? 5 : 1)>(job, query, tile, last, packed, state);
-    default: return take<Words, (ROWS > 4 ? 6 : 1)>(job, query, tile, last, packed, state);
+    case 1: return take<Words, 1>(job, query, tile, last, packed, state, soon);
+    case 2: return take<Words, 2>(job, query, tile, last, packed, state, soon);
+    case 3: return take<Words, 3>(job, query, tile, last, packed, state, soon);
+    case 4: return take<Words, 4>(job, query, tile, last, packed, state, soon);
+    case 5: return take<Words, (ROWS > 4 ? 5 : 1)>(job, query, tile, last, packed, state, soon);
+    default: return take<Words, (ROWS > 4 ? 6 : 1)>(job, query, tile, last, packed, state, soon);
   }
 }
 
@@ -248,34 +263,58 @@ static void leave(const Job& job, const State<Words>& state) {
   }
 }
 
-/// Compute up to BLOCK queries.
-template <class Words, class Query, class Entry>
-static void run(const Job& job) {
+template <class Entry>
+static key_tiles::Pages<Entry> pages_of(const Job& job) {
   const AttentionArgs& args = job.args;
+  const int64_t head = job.kv_head * args.kv_head_stride;
+  return {(const Entry*)args.keys + head,
+          (const Entry*)args.values + head,
+          args.pages + args.page_bounds[job.row],
+          args.page_stride,
+          args.slot_stride,
+          args.page_size,
+          args.head_dim,
+          job.lowest(job.begin),
+          job.position(job.end - 1) + 1};
+}
+
+/// Compute up to BLOCK queries. `next`, if any, is the job that follows.
+template <class Words, class Query, class Entry>
+static void run(const Job& job, const Job* next) {
   State<Words> state;
   key_tiles::Tile<Words> packed;
+  Places places[2];  // of this tile and the next, by turns
   enter<Words, Query>(job, state);
-  const int lowest = job.lowest(job.begin), end = job.position(job.end - 1) + 1;
-  const key_tiles::Pages<Entry> pages{(const Entry*)args.keys + job.kv_head * args.kv_head_stride,
-                                  (const Entry*)args.values + job.kv_head * args.kv_head_stride,
-                                  args.pages + args.page_bounds[job.row], args.page_stride, args.slot_stride,
-                                  args.page_size, args.head_dim, lowest, end};
-  for (int tile = lowest / TILE * TILE; tile < end; tile += TILE) {
-    const int last = key_tiles::pack(packed, pages, tile);
+  const key_tiles::Pages<Entry> pages = pages_of<Entry>(job);
+  pages.locate(pages.first_tile(), places[0]);
+  for (int tile = pages.first_tile(), turn = 0; tile < pages.end; tile += TILE, turn ^= 1) {
+    const int last = places[turn].last;
+    const Places* soon = &places[turn ^ 1];
+    if (tile + TILE < pages.end) {
+      pages.locate(tile + TILE, places[turn ^ 1]);
+    } else if (next != nullptr) {
+      const key_tiles::Pages<Entry> others = pages_of<Entry>(*next);
+      others.locate(others.first_tile(), places[turn ^ 1]);
+    } else {
+      soon = nullptr;
+    }
+    key_tiles::pack<Words, Entry>(packed, places[turn], job.args.head_dim);
     for (int query = job.begin; query < job.end; query += ROWS) {
       const int count = std::min(ROWS, job.end - query);
       const bool before = job.position(query + count - 1) < tile, behind = job.lowest(query) >= tile + TILE;
-      if (!before && !behind) take_some<Words>(count, job, query, tile, last, packed, state);
+      if (before || behind) continue;
+      take_some<Words>(count, job, query, tile, last, packed, state, soon);
+      soon = nullptr;
     }
   }
   leave<Words, Query>(job, state);
 }
 
-static void run_any(const Job& job) {
-  if (job.args.queries_bf16 && job.args.cache_bf16) return run<key_tiles::Halves, bf16_t, bf16_t>(job);
-  if (job.args.queries_bf16) return run<Floats, bf16_t, float>(job);
-  if (job.args.cache_bf16) return run<Floats, float, bf16_t>(job);
-  return run<Floats, float, float>(job);
+static void run_any(const Job& job, const Job* next) {
+  if (job.args.queries_bf16 && job.args.cache_bf16) return run<key_tiles::Halves, bf16_t, bf16_t>(job, next);
+  if (job.args.queries_bf16) return run<Floats, bf16_t, float>(job, next);
+  if (job.args.cache_bf16) return run<Floats, float, bf16_t>(job, next);
+  return run<Floats, float, float>(job, next);
 }
 
 // --- shares of the work ----------------------------------------------------------------------------------------------
@@ -313,6 +352,7 @@ static void attention_part(const AttentionArgs& args, int thread, int num_thread
   for (int row = 0; row < args.num_rows; row++) total += row_cost(row) * args.num_kv_heads;
   const Range mine = share(total, thread, num_threads);
   int64_t at = 0;
+  std::optional<Job> waiting;  // runs when the one behind it is known
   for (int row = 0; row < args.num_rows && at < mine.end; row++) {
     const int64_t whole = row_cost(row);
     for (int kv_head = 0; kv_head < args.num_kv_heads && at < mine.end; kv_head++) {
@@ -326,10 +366,13 @@ static void attention_part(const AttentionArgs& args, int thread, int num_thread
         const int count = job.end - job.begin;
         const int from = cut(mine.begin, at, price, count), to = cut(mine.end, at, price, count);
         at += price;
+        if (from >= to) continue;
         job.begin = begin + from;
         job.end = begin + to;
-        if (from < to) run_any(job);
+        if (waiting) run_any(*waiting, &job);
+        waiting.emplace(job);
       }
     }
   }
+  if (waiting) run_any(*waiting, nullptr);
 }

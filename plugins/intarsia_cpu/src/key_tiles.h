@@ -90,6 +90,42 @@ struct Tile {
   alignas(64) typename Words::Word values[TILE / Words::NUMBERS * MAX_DIM];  // [word of the keys][dimension, padded]
 };
 
+/// Where the keys and values of a tile lie, in bytes: of its positions, first..last may be read.
+struct Places {
+  const char *keys, *values;
+  int row_bytes, first = 0, last = 0;
+  int64_t offsets[TILE];
+
+  template <class Entry>
+  INLINE const Entry* key(int position) const {
+    return (const Entry*)(keys + offsets[position]);
+  }
+  template <class Entry>
+  INLINE const Entry* value(int position) const {
+    return (const Entry*)(values + offsets[position]);
+  }
+};
+
+/// Asks for a tile's keys, or its values, while products of another are computed, some rows a step: pages are scattered,
+/// and too short for the machine to foresee.
+struct Foresight {
+  const Places* places;  // null asks for nothing
+  const char* base;
+  int rows;
+
+  static Foresight of(const Places* places, const char* base, int steps) {
+    return {places, base, (TILE + steps - 1) / steps};
+  }
+  INLINE void at(int step) const {
+    if (places == nullptr) return;
+    const int end = std::min((step + 1) * rows, places->last);
+    for (int key = std::max(step * rows, places->first); key < end; key++) {
+      const char* row = base + places->offsets[key];
+      for (int byte = 0; byte < places->row_bytes; byte += 64) isa::prefetch(row + byte);
+    }
+  }
+};
+
 /// Where the keys and values of one row and kv head lie, and which positions of them may be read: begin..end.
 template <class Entry>
 struct Pages {
@@ -98,18 +134,22 @@ struct Pages {
   int64_t page_stride, slot_stride;
   int page_size, head_dim, begin, end;
 
-  /// Fill in the offsets of the readable positions among tile..tile + TILE; returns them as first..last of the tile.
-  std::pair<int, int> locate(int tile, int64_t* offsets) const {
-    const int first = std::max(begin - tile, 0), last = std::min(end - tile, TILE);
-    int slot = (tile + first) % page_size, page = (tile + first) / page_size;
-    for (int key = first; key < last; key++) {
-      offsets[key] = pages[page] * page_stride + slot * slot_stride;
-      if (++slot == page_size) {
-        slot = 0;
-        page++;
-      }
+  /// The position at which the first tile begins.
+  int first_tile() const { return begin / TILE * TILE; }
+
+  void locate(int tile, Places& places) const {
+    places.keys = (const char*)keys;
+    places.values = (const char*)values;
+    places.row_bytes = head_dim * (int)sizeof(Entry);
+    places.first = std::max(begin - tile, 0);
+    places.last = std::min(end - tile, TILE);
+    for (int key = places.first; key < places.last;) {
+      const int page = (tile + key) / page_size, slot = (tile + key) % page_size;
+      const int some = std::min(page_size - slot, places.last - key);
+      const int64_t offset = pages[page] * page_stride + slot * slot_stride;
+      for (int i = 0; i < some; i++) places.offsets[key + i] = (offset + i * slot_stride) * (int64_t)sizeof(Entry);
+      key += some;
     }
-    return {first, last};
   }
 };
 
@@ -147,7 +187,8 @@ static INLINE void transpose(Vector* rows) {
 
 /// Transpose LANES keys at a time, of which those in first..last are read.
 template <class Words, class Entry>
-static void pack_keys(typename Words::Word* target, const Entry* keys, const int64_t* offsets, int first, int last, int dim) {
+static void pack_keys(typename Words::Word* target, const Places& places, int dim) {
+  const int first = places.first, last = places.last;
   using Vector = typename Words::Vector;
   constexpr int FULL = LANES * Words::NUMBERS;
   const int total = words<Words>(dim);
@@ -157,11 +198,11 @@ static void pack_keys(typename Words::Word* target, const Entry* keys, const int
       Vector rows[LANES];
       const int begin = word * Words::NUMBERS, count = std::min(dim - begin, FULL);
       if (whole && count == FULL) {
-        UNROLL for (int key = 0; key < LANES; key++) rows[key] = Words::row(keys + offsets[from + key] + begin, FULL);
+        UNROLL for (int key = 0; key < LANES; key++) rows[key] = Words::row(places.key<Entry>(from + key) + begin, FULL);
       } else {
         UNROLL for (int key = 0; key < LANES; key++) {
           const bool holds = from + key >= first && from + key < last;
-          rows[key] = holds ? Words::row(keys + offsets[from + key] + begin, count) : Vector{};
+          rows[key] = holds ? Words::row(places.key<Entry>(from + key) + begin, count) : Vector{};
         }
       }
       transpose(rows);
@@ -176,19 +217,22 @@ static void pack_keys(typename Words::Word* target, const Entry* keys, const int
 }
 
 template <class Entry>
-static void pack_values(float* target, const Entry* values, const int64_t* offsets, int first, int last, int dim) {
+static void pack_values(float* target, const Places& places, int dim) {
+  const int first = places.first, last = places.last;
   const int width = padded(dim);
   std::fill_n(target, first * width, 0.0f);
   for (int key = first; key < last; key++) {
     for (int d = 0; d < dim; d += LANES) {
-      isa::store(target + key * width + d, Floats::row(values + offsets[key] + d, std::min(LANES, dim - d)));
+      isa::store(target + key * width + d, Floats::row(places.value<Entry>(key) + d, std::min(LANES, dim - d)));
     }
   }
 }
 
 #if ISA_AVX512 && defined(__AVX512BF16__)
 /// Two keys' values side by side in a word, dimension by dimension.
-static void pack_values(uint32_t* target, const bf16_t* values, const int64_t* offsets, int first, int last, int dim) {
+template <class Entry>
+static void pack_values(uint32_t* target, const Places& places, int dim) {
+  const int first = places.first, last = places.last;
   alignas(64) int16_t order[64];  // 0, 32, 1, 33, ...: a number of the one, a number of the other
   for (int i = 0; i < 64; i++) order[i] = (int16_t)(i / 2 + i % 2 * 32);
   const __m512i lower = _mm512_load_si512(order), upper = _mm512_load_si512(order + 32);
@@ -198,8 +242,8 @@ static void pack_values(uint32_t* target, const bf16_t* values, const int64_t* o
     uint32_t* words = target + key / 2 * width;
     for (int d = 0; d < dim; d += 32) {
       const int count = std::min(32, dim - d);
-      const __m512i even = key >= first ? (__m512i)Pairs::row(values + offsets[key] + d, count) : __m512i{};
-      const __m512i odd = key + 1 < last ? (__m512i)Pairs::row(values + offsets[key + 1] + d, count) : __m512i{};
+      const __m512i even = key >= first ? (__m512i)Pairs::row(places.value<Entry>(key) + d, count) : __m512i{};
+      const __m512i odd = key + 1 < last ? (__m512i)Pairs::row(places.value<Entry>(key + 1) + d, count) : __m512i{};
       _mm512_storeu_si512(words + d, _mm512_permutex2var_epi16(even, lower, odd));
       if (width - d > 16) _mm512_storeu_si512(words + d + 16, _mm512_permutex2var_epi16(even, upper, odd));
     }
@@ -207,29 +251,11 @@ static void pack_values(uint32_t* target, const bf16_t* values, const int64_t* o
 }
 #endif
 
-/// Ask for the keys and values of the tile behind this one: pages are scattered, too short for the machine to foresee.
-template <class Entry>
-static void foresee(const Pages<Entry>& pages, int tile) {
-  int64_t offsets[TILE];
-  const auto [first, last] = pages.locate(tile, offsets);
-  constexpr int LINE = 64 / sizeof(Entry);
-  for (int key = first; key < last; key++) {
-    for (int d = 0; d < pages.head_dim; d += LINE) {
-      isa::prefetch(pages.keys + offsets[key] + d);
-      isa::prefetch(pages.values + offsets[key] + d);
-    }
-  }
-}
-
-/// Pack the tile that begins at this position. Returns how many of its keys are packed, zeros before the first included.
+/// Pack a tile: zeros before its first key, nothing behind its last.
 template <class Words, class Entry>
-static int pack(Tile<Words>& packed, const Pages<Entry>& pages, int tile) {
-  int64_t offsets[TILE];
-  const auto [first, last] = pages.locate(tile, offsets);
-  foresee(pages, tile + TILE);
-  pack_keys<Words>(packed.keys, pages.keys, offsets, first, last, pages.head_dim);
-  pack_values(packed.values, pages.values, offsets, first, last, pages.head_dim);
-  return last;
+static void pack(Tile<Words>& packed, const Places& places, int head_dim) {
+  pack_keys<Words, Entry>(packed.keys, places, head_dim);
+  pack_values<Entry>(packed.values, places, head_dim);
 }
 
 }  // namespace key_tiles
