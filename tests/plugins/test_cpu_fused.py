@@ -37,13 +37,25 @@ class Saved:
         rng = random.Random(7)
         return [rng.randrange(256) for _ in range(min(100, self.case.max_model_len - 1))]
 
-    def engine(self, *, page_size=16, memory="64MiB", scheduler=None, runner="cpu_fused", **engine):
+    def engine(
+        self,
+        *,
+        page_size=16,
+        memory="64MiB",
+        scheduler=None,
+        runner="cpu_fused",
+        quantizer="none",
+        kernels="auto",
+        **engine,
+    ):
         made = engine_of(
             self.path,
             engine={"max_model_len": self.case.max_model_len} | engine,
             cache={"use": "paged", "page_size": page_size, "memory": memory},
             scheduler=scheduler or {"use": "inflight"},
             runner=runner,
+            quantizer=quantizer,
+            kernels=kernels,
         )
         poison_cache(made)
         return made
@@ -209,6 +221,25 @@ def test_sizes_that_divide_nothing_are_right(tmp_path, sizes, dtype):
     exact = reference(model, prompt)
     bound = 1e-4 if dtype == "float32" else 0.05 * float(exact.abs().max())
     assert float((found - exact).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("quantizer", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama with biases", "olmo2", "phi", "gpt2"])
+def test_quantized_weights_give_what_the_ops_give_and_are_bitwise(name, dtype, quantizer, tmp_path_factory):
+    tiny = saved_in(tmp_path_factory, next(case for case in DENSE_CASES if case.name == name))
+    prompt = tiny.prompt()
+    with tiny.engine(dtype=dtype, runner="eager", quantizer=quantizer, kernels="cpu") as engine:
+        expected = prompt_logits(engine, prompt)
+    with tiny.engine(dtype=dtype, quantizer=quantizer, threads=1) as engine:
+        found = prompt_logits(engine, prompt)
+    with tiny.engine(dtype=dtype, quantizer=quantizer, kernels="cpu", threads=2) as engine:
+        for chunk in (7, None):
+            poison_cache(engine)
+            assert torch.equal(prompt_logits(engine, prompt, chunk=chunk), found)
+    # What is quantized differs in its last bits, which can cross a rounding step: a few steps of the activations'.
+    error = (found - expected).abs()
+    assert float(error.mean()) <= (0.003 if dtype == "float32" else 0.02) * float(expected.abs().max())
 
 
 # --- composition ------------------------------------------------------------------------------------------------------
