@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from attrs import frozen
 
-from intarsia.cli.loading import check_model, loading
+from intarsia.cli.loading import check_model
 from intarsia.cli.options import config_options
 from intarsia.cli.signals import Signals
-from intarsia.cli.terminal import show, write
+from intarsia.cli.terminal import write
 from intarsia.protocols import Context
 from intarsia.types import EngineConfig
 from intarsia_bench import speculation_work
 from intarsia_bench.peer import MODELS, Peer, command_of
 from intarsia_bench.peers import workloads
 from intarsia_bench.plot import check_can_plot, plot
+from intarsia_bench.serve_command import serve
+from intarsia_bench.terminal import quietly, show_all
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from intarsia.protocols import Progress
     from intarsia.text import Tokenizer
     from intarsia_bench.capacity import Capacity
@@ -60,7 +59,7 @@ class _Asked:
     plot: Path | None
 
 
-@click.group(invoke_without_command=True, subcommand_metavar="[micro|speculation [OPTIONS]]")
+@click.group(invoke_without_command=True, subcommand_metavar="[micro|serve|speculation [OPTIONS]]")
 @config_options
 @click.option(
     "--workload",
@@ -150,6 +149,9 @@ def _has_subcommand() -> bool:
     return True
 
 
+bench.add_command(serve)
+
+
 # --- micro ------------------------------------------------------------------------------------------------------------
 
 
@@ -167,13 +169,13 @@ def micro(signals: Signals, *, config: EngineConfig, repeats: int, wants_json: b
         from intarsia_bench.micro import measure, micro_table, notes
     tokenizer = None
     if config.model.use:
-        with _quietly():
+        with quietly():
             tokenizer = _tokenizer_of(config)
     measured = [one.plain() for one in measure(tokenizer, repeats)]
     if wants_json:
         write(json.dumps(measured, indent=2) + "\n")
         return
-    _show_all(micro_table(measured))
+    show_all(micro_table(measured))
     for line in notes(repeats):
         write(line + "\n")
 
@@ -221,14 +223,14 @@ def speculation(
     with signals.held():
         from intarsia_bench.speculation import measure, speculation_table
     asked = tuple(dict.fromkeys(drafters)) or ("ngram", "suffix")
-    with _quietly() as progress:
+    with quietly() as progress:
         measured = measure(
             config, asked, tuple(dict.fromkeys(names)) or tuple(speculation_work.ALL), repeats, progress=progress
         )
     if wants_json:
         write(json.dumps(measured, indent=2) + "\n")
         return
-    _show_all(speculation_table(measured))
+    show_all(speculation_table(measured))
     write(f"medians of {repeats} repeats with prompts of their own; ratio: to plain decoding of the same prompt\n")
 
 
@@ -242,7 +244,7 @@ def _show_rates(asked: _Asked, *, wants_json: bool) -> None:
     from intarsia_bench.rounds import run_rounds
 
     traces = _traces(asked)
-    with _quietly() as progress, contextlib.ExitStack() as stack:
+    with quietly() as progress, contextlib.ExitStack() as stack:
         ours = _open(asked, progress, stack, traces)
         threads = ours[0].engine.parts.engine.threads or 1
         peers = [stack.enter_context(contextlib.closing(peer)) for peer in _peers(asked, threads, progress)]
@@ -258,7 +260,7 @@ def _show_rates(asked: _Asked, *, wants_json: bool) -> None:
     if wants_json:
         write(json.dumps(measured, indent=2) + "\n")
         return
-    _show_all(report.rates_table(measured), report.latencies_table(measured))
+    show_all(report.rates_table(measured), report.latencies_table(measured))
     for line in (*report.machine_lines(meter.limits, threads), *DEFINITIONS.values()):
         write(line + "\n")
 
@@ -321,7 +323,7 @@ def _show_capacity(asked: _Asked, *, wants_json: bool) -> None:
     from intarsia_bench.capacity import MEMORY, capacity, longest_request
     from intarsia_bench.variants import variants, with_memory
 
-    with _quietly() as progress:
+    with quietly() as progress:
         found: list[Capacity] = []
         both = variants(with_memory(asked.config, MEMORY), asked.vs or ("cache=contiguous",))
         for max_model_len in (longest_request(), None):
@@ -332,7 +334,7 @@ def _show_capacity(asked: _Asked, *, wants_json: bool) -> None:
     if wants_json:
         write(json.dumps(plain, indent=2) + "\n")
         return
-    _show_all(report.capacities_table(plain))
+    show_all(report.capacities_table(plain))
     write(
         "requests of `mixed` that run at once while others wait, in caches of equal bytes; ratio: to the other cache\n"
     )
@@ -344,14 +346,14 @@ def _show_profile(asked: _Asked, *, wants_json: bool) -> None:
     from intarsia_bench import report
     from intarsia_bench.profiling import profile
 
-    with _quietly() as progress, contextlib.ExitStack() as stack:
+    with quietly() as progress, contextlib.ExitStack() as stack:
         profiles = {
             one.name: profile(one.engine, asked.repeats) for one in _open(_only_decode16(asked), progress, stack)
         }
     if wants_json:
         write(json.dumps({name: asdict(one) for name, one in profiles.items()}, indent=2) + "\n")
         return
-    _show_all(report.profile_table(profiles))
+    show_all(report.profile_table(profiles))
     write(f"medians of {min(one.num_steps for one in profiles.values())} decode16 steps\n")
 
 
@@ -359,19 +361,3 @@ def _only_decode16(asked: _Asked) -> _Asked:
     from attrs import evolve
 
     return evolve(asked, names=("decode16",))
-
-
-# --- the terminal -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[Progress]:
-    """Show progress on a terminal, and keep what plugins print out of the answer."""
-    with loading() as progress, contextlib.redirect_stdout(sys.stderr):
-        yield progress
-
-
-def _show_all(*tables: RenderableType | Any) -> None:
-    for one in tables:
-        show(one)
-        write("\n")
