@@ -68,29 +68,33 @@ static INLINE F load_some(const T* source, int64_t count) {
   return count >= LANES ? isa::load(source) : isa::load(source, (int)(count > 0 ? count : 0));
 }
 
-/// Make `width` numbers int8: symmetric, the largest is 127. Reads `count` of them, the rest are 0.
+/// Make `width` numbers int8: symmetric, the largest is 127. Reads `count` of them, the rest are 0. Where `IS_WHOLE`, all
+/// are there and fill vectors.
 /// A group with NaN or infinity gets that for a scale, so that it shows in the result.
-template <class T>
+template <bool IS_WHOLE, class T>
 static INLINE void quantize_group(const T* x, int64_t count, int64_t width, int8_t* out, float* scale, int32_t* sum) {
   I most = {};
   for (int64_t i = 0; i < count; i += LANES) {
-    const I bits = isa::as_int(isa::abs(load_some(x + i, count - i)));
+    const I bits = isa::as_int(isa::abs(IS_WHOLE ? isa::load(x + i) : load_some(x + i, count - i)));
     most = bits > most ? bits : most;  // as whole numbers floats without sign keep their order, NaN above infinity
   }
-  int32_t top = 0;
-  for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
+  const int32_t top = isa::largest(most);
   float largest;
   memcpy(&largest, &top, sizeof largest);
   const bool is_zero = largest < 1e-30f;  // 127 / largest would overflow
   const F inverse = isa::set(is_zero ? 0.0f : 127.0f / largest);
   I total = {};
   for (int64_t i = 0; i < width; i += LANES) {
-    const I whole = isa::to_int(load_some(x + i, count - i) * inverse);
+    const I whole = isa::to_int((IS_WHOLE ? isa::load(x + i) : load_some(x + i, count - i)) * inverse);
     total += whole;
-    const int left = (int)(width - i);
-    int8_t bytes[LANES];
-    isa::store_int8(bytes, whole);
-    memcpy(out + i, bytes, left < LANES ? left : LANES);
+    if (IS_WHOLE) {
+      isa::store_int8(out + i, whole);
+    } else {
+      const int left = (int)(width - i);
+      int8_t bytes[LANES];
+      isa::store_int8(bytes, whole);
+      memcpy(out + i, bytes, left < LANES ? left : LANES);
+    }
   }
   *scale = is_zero ? 0.0f : largest / 127.0f;
   *sum = isa::sum(total);
@@ -104,8 +108,14 @@ static void prepare_row(const Linear& layer, const Activations& to, int64_t row,
   if (is_integer(layer)) {
     for (int64_t g = 0; g < to.num_groups; g++) {
       const int64_t column = g * layer.group, left = ins - column;
-      quantize_group(x + column, left < layer.group ? left : layer.group, layer.group, (int8_t*)target + column,
-                     to.scales + row * to.num_groups + g, to.sums + row * to.num_groups + g);
+      const int64_t at = row * to.num_groups + g;
+      int8_t* out = (int8_t*)target + column;
+      if (left >= layer.group && layer.group % LANES == 0) {
+        quantize_group<true>(x + column, layer.group, layer.group, out, to.scales + at, to.sums + at);
+      } else {
+        quantize_group<false>(x + column, left < layer.group ? left : layer.group, layer.group, out, to.scales + at,
+                              to.sums + at);
+      }
     }
   } else if (layer.format == Format::BF16) {
     bf16_t* half = (bf16_t*)target;

@@ -292,6 +292,18 @@ static INLINE float largest(F a) {
 #endif
 }
 
+/// The largest lane.
+static INLINE int32_t largest(I a) {
+#if ISA_AVX512
+  return _mm512_reduce_max_epi32((__m512i)a);
+#else
+  UNROLL for (int width = LANES / 2; width > 0; width /= 2) {
+    UNROLL for (int lane = 0; lane < width; lane++) a[lane] = a[lane] > a[lane + width] ? a[lane] : a[lane + width];
+  }
+  return a[0];
+#endif
+}
+
 // --- int8 ------------------------------------------------------------------------------------------------------------
 
 static INLINE void store_int8(int8_t* target, I value) {

@@ -75,17 +75,21 @@ static void finish(const Linear& layer, const Output& out, int64_t row, int num_
 /// Rows `begin` to `end` of one panel (of a pair of panels where the layer is gated).
 static void panel_rows(const Linear& layer, const Activations& x, const Output& out, Range rows, int64_t panel) {
   alignas(64) float tile[MAX_ROWS * PANEL], gates[MAX_ROWS * PANEL];
+  const int64_t next_panel = panel_bytes(layer) * (layer.gated ? 2 : 1);
   const int64_t num_tiles = (rows.end - rows.begin + MAX_ROWS - 1) / MAX_ROWS;
   for (int64_t i = 0; i < num_tiles; i++) {
     // Tiles of even height: 9 rows are 5 and 4.
     const Range part = share(rows.end - rows.begin, (int)i, (int)num_tiles);
     const int64_t row = rows.begin + part.begin;
     const int num_rows = (int)(part.end - part.begin);
+    // One tile waits for memory: what it needs soon is fetched. Of several, the first wait, and each of them fetches a
+    // third of the next panel.
+    const Ahead ahead = num_tiles == 1 ? Ahead{4096, true} : Ahead{i < 3 ? next_panel + 64 * i : 0, false};
     if (layer.gated) {
-      compute_tile(layer, x, row, num_rows, 2 * panel, gates);
-      compute_tile(layer, x, row, num_rows, 2 * panel + 1, tile);
+      compute_tile(layer, x, row, num_rows, 2 * panel, ahead, gates);
+      compute_tile(layer, x, row, num_rows, 2 * panel + 1, ahead, tile);
     } else {
-      compute_tile(layer, x, row, num_rows, panel, tile);
+      compute_tile(layer, x, row, num_rows, panel, ahead, tile);
     }
     const float* gate = layer.gated ? gates : nullptr;
     if (out.is_bf16) {
