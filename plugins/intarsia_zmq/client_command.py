@@ -68,7 +68,7 @@ def _sampling_options(command: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(command)
     def call(**rest: Any) -> T:
-        names = [*(name for name, *_ in _SAMPLING), *(name for _, name, _ in _TEXTS), "n"]
+        names = [*(name for name, *_ in _SAMPLING), *(name for _, name, _ in _TEXTS), "logits_processors", "n"]
         given = {name: value for name in names if (value := rest.pop(name)) not in (None, ())}
         return command(params=SamplingParams(**given), **rest)
 
@@ -78,11 +78,36 @@ def _sampling_options(command: Callable[..., T]) -> Callable[..., T]:
             for name, kind, metavar, text in _SAMPLING
         ),
         *(click.option(flag, name, multiple=True, metavar="TEXT", help=text) for flag, name, text in _TEXTS),
+        click.option(
+            "--logits-processor",
+            "logits_processors",
+            multiple=True,
+            callback=_read_processors,
+            metavar="KEY.OPTION=VALUE",
+            help="Set an option of one of the server's logits processors, as JSON or text. Repeatable.",
+        ),
         click.option("-n", type=int, default=1, metavar="N", help="Independent answers. [default: 1]"),
     ]
     for option in reversed(options):
         call = option(call)
     return call
+
+
+def _read_processors(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, Any]:
+    """Read each KEY.OPTION=VALUE, as `intarsia generate` does: JSON, or else a text."""
+    made: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        key, dot, option = path.partition(".")
+        if not (equals and key and dot and option):
+            raise click.BadParameter(f"{text[:40]!r} is not KEY.OPTION=VALUE, such as structured_output.regex=[a-z]+")
+        if option in made.setdefault(key, {}):
+            raise click.BadParameter(f"{path} is given twice")
+        try:
+            made[key][option] = json.loads(value)
+        except (ValueError, RecursionError):
+            made[key][option] = value
+    return made
 
 
 @click.command()

@@ -167,10 +167,10 @@ Secret keys ({secret}) stay where they are used; public keys ({public}) may be k
 A server's config has, with a folder of the public keys of those who may connect, reread as it changes:
   [frontend]
   use = "zmq"
-  server_key = "{first}{secret}"
+  server_key = "{server}{secret}"
   client_keys = "FOLDER"
 A client gives the server's public key and its own secret one:
-  intarsia client --server-key {first}{public} --key {last}{secret} "Hello\""""
+  intarsia client --server-key {server}{public} --key {client}{secret} "Hello\""""
 
 
 @click.command()
@@ -198,8 +198,10 @@ def keygen(*, folder: Path, names: tuple[str, ...]) -> None:
     for name in dict.fromkeys(names):
         for path in write_keys(folder, name):
             click.echo(path)
-    first, last = folder / names[0], folder / names[-1]
-    click.echo(_NEXT.format(secret=SECRET_SUFFIX, public=PUBLIC_SUFFIX, first=first, last=last), err=True)
+    server, client = str(folder / names[0]), str(folder / names[-1])
+    if server == client:  # one pair is a server's or a client's, never both
+        server, client = (server, "CLIENT") if names[0] == "server" else ("SERVER", client)
+    click.echo(_NEXT.format(secret=SECRET_SUFFIX, public=PUBLIC_SUFFIX, server=server, client=client), err=True)
 
 
 build_client = _builder(client)

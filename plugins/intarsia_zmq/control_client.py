@@ -27,7 +27,11 @@ def default_control(port: str = "5555") -> str:
     """
     folder = os.environ.get("XDG_RUNTIME_DIR", "")
     if not folder or not Path(folder).is_dir():
-        raise ConfigError("--control: give it, as frontend.control; there is no XDG_RUNTIME_DIR", field="control")
+        raise ConfigError(
+            "--control: there is no XDG_RUNTIME_DIR, so a server here has no control socket of its own accord; "
+            "start it with -o frontend.use=zmq -o frontend.control=ipc://PATH, and give --control ipc://PATH",
+            field="control",
+        )
     return f"ipc://{folder}/intarsia-{port}.control"
 
 

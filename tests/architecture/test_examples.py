@@ -177,7 +177,7 @@ def test_the_demo_says_what_readme_shows(capsys):
         assert re.fullmatch(re.escape(line).replace(r"\.\.\.", ".+"), real)
 
 
-@pytest.mark.parametrize("command", [*commands(README), *commands(SERVING)])
+@pytest.mark.parametrize("command", [*commands(README), *commands(GUIDE), *commands(SERVING)])
 def test_the_shown_commands_are_known(command, capsys):
     """Their options exist: asked for help with them all, the command line gives it."""
     _, name, *rest = command.replace('"', "").split(" ")

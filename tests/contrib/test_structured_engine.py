@@ -7,6 +7,7 @@ import pytest
 import regex
 
 from engines import engine_of
+from intarsia.cli import run
 from intarsia.errors import CompositionError, ConfigError, InvalidRequestError
 from intarsia.executor import LocalExecutor
 from intarsia.testing import scripted
@@ -48,6 +49,15 @@ def choices(engine, params, prompt=PROMPT):
     (completion,) = engine.generate([prompt], params)
     assert not any(choice.error for choice in completion.choices)
     return completion.choices
+
+
+@pytest.mark.parametrize(
+    ("option", "answers"), [("regex=(red|green)", ["red", "green"]), ('choice=["1", "2"]', ["1", "2"])]
+)
+def test_the_command_line_asks_for_a_structure_in_json_or_plain_text(model, capsys, option, answers):
+    config = ["-m", str(model), "-o", f"logits_processors={KEY}", "-o", "cache.memory=8MiB"]
+    assert run(["generate", *config, "--logits-processor", f"{KEY}.{option}", "--max-tokens", "9", PROMPT]) == 0
+    assert capsys.readouterr().out.removesuffix("\n") in answers
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])

@@ -160,6 +160,9 @@ def test_a_command_without_a_model_says_how_to_name_one(refused):
         (["--stop", ""], ["sampling.stop"]),
         (["-n", "0"], ["sampling.n", "0"]),
         (["--json", "--logprobs", "-1"], ["sampling.logprobs"]),
+        (["--logits-processor", "structured_output"], ["'structured_output'", "KEY.OPTION=VALUE"]),
+        (["--logits-processor", "structured_output={}"], ["'structured_output={}'", "KEY.OPTION=VALUE"]),
+        (["--logits-processor", "a.b=1", "--logits-processor", "a.b=2"], ["a.b", "twice"]),
     ],
 )
 def test_sampling_options_out_of_range_name_the_field(refused, args, words):

@@ -65,6 +65,19 @@ def test_options_become_sampling_parameters(cli, server):
     assert (code, out) == (0, "--- choice 0\n<0><1><2>\n--- choice 1\n<0><1><2>\n")
 
 
+def test_options_of_logits_processors_are_json_or_texts(cli, server):
+    texts = ("a.regex=[a-z]{2}=", 'a.choice=["x", "y"]', "a.json=true", "b.c.d=1")
+    assert (
+        cli("client", "--address", server.address, *(w for t in texts for w in ("--logits-processor", t)), "x")[0] == 0
+    )
+    (asked,) = server.double.asked
+    expected = {"a": {"regex": "[a-z]{2}=", "choice": ["x", "y"], "json": True}, "b": {"c.d": 1}}
+    assert asked.request.params.logits_processors == expected
+    for wrong in ("a=1", "a.=1", ".b=1", "a.b"):
+        code, out, err = cli("client", "--address", server.address, "--logits-processor", wrong, "x")
+        assert (code, out) == (2, "") and repr(wrong) in err and "KEY.OPTION=VALUE" in err
+
+
 def test_json_is_one_object_with_what_engines_say(cli, server):
     code, out, err = cli("client", "--address", server.address, "--json", "-n", "2", "x")
     data = json.loads(out)
@@ -189,7 +202,7 @@ def test_control_says_each_verb_and_prints_the_answer(cli, tmp_path, monkeypatch
     assert code != 0 and "no answer within 0.2 s" in err
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     code, _, err = cli("control", "status")
-    assert code == 2 and "XDG_RUNTIME_DIR" in err
+    assert code == 2 and "XDG_RUNTIME_DIR" in err and "frontend.control=ipc://" in err
 
 
 def test_changes_are_read_as_json_or_text_by_path():
@@ -224,7 +237,14 @@ def test_keygen_writes_pairs_once_and_says_what_to_do_with_them(cli, tmp_path):
     code, out, err = cli("keygen", folder, "--name", "new", "--name", "client")
     assert code == 2 and "is there already" in err and out == ""
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert cli("keygen", folder, "--name", "alice")[0] == 0 and (folder / "alice.key").exists()
+    code, _, err = cli("keygen", folder, "--name", "alice")
+    assert code == 0 and (folder / "alice.key").exists()
+    assert (
+        f"--server-key SERVER.key --key {folder}/alice.key_secret" in err and 'server_key = "SERVER.key_secret"' in err
+    )
+    assert (
+        f"--server-key {tmp_path}/server.key --key CLIENT.key_secret" in cli("keygen", tmp_path, "--name", "server")[2]
+    )
     assert cli("keygen", folder, "--name", "../up")[0] == 2
 
 

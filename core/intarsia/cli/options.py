@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,26 @@ _TEXTS = (
 )
 
 
+def _read_processors(
+    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
+    """Read each KEY.OPTION=VALUE; a value that is no JSON is a text, so that a regex needs no quotes of its own."""
+    made: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        key, dot, option = path.partition(".")
+        if not (equals and key and dot and option):
+            shown = repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
+            raise click.BadParameter(f"{shown} is not KEY.OPTION=VALUE, such as structured_output.regex=[a-z]+")
+        if option in made.setdefault(key, {}):
+            raise click.BadParameter(f"{path} is given twice")
+        try:
+            made[key][option] = json.loads(value)
+        except (ValueError, RecursionError):
+            made[key][option] = value
+    return made
+
+
 def sampling_options(
     *also: str, max_tokens: int | None = None, temperature: float = 1.0
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -110,12 +131,20 @@ def sampling_options(
             for name, kind, metavar, text in _SAMPLING
         ),
         *(click.option(flag, name, multiple=True, metavar=metavar, help=text) for flag, name, metavar, text in _TEXTS),
+        click.option(
+            "--logits-processor",
+            "logits_processors",
+            multiple=True,
+            callback=_read_processors,
+            metavar="KEY.OPTION=VALUE",
+            help="Set an option of one of the engine's logits processors, as JSON or text. Repeatable.",
+        ),
     ]
 
     def decorate(command: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(command)
         def call(*, max_tokens: int | None, **rest: Any) -> T:
-            named = [*also, *(name for name, *_ in _SAMPLING), *(name for _, name, *_ in _TEXTS)]
+            named = [*also, *(name for name, *_ in _SAMPLING), *(name for _, name, *_ in _TEXTS), "logits_processors"]
             given = {name: value for name in named if (value := rest.pop(name)) is not None}
             return command(params=SamplingParams(max_tokens=max_tokens, **given), **rest)
 
