@@ -50,6 +50,7 @@ class Client {
       this.sent = Promise.resolve();
       socket.events.on("disconnect", () => socket.close());
       socket.connect(this.address);
+      const late = setTimeout(() => this.#open || console.error(`no answer from ${this.address} yet; waiting for it`), 3000);
       const received = Object.fromEntries([...this.#requests].filter(([, r]) => r.seq).map(([id, r]) => [id, r.seq]));
       this.#say("hello", "", { versions: [1], client: { name: "node" }, ...(this.token && { token: this.token, received }) });
       for await (const frames of socket) {
@@ -57,6 +58,7 @@ class Client {
         for (const message of read(frames)) this.#hear(message);
       }
       this.#open = false;
+      clearTimeout(late);
       clearInterval(this.pulse);
       if (!this.#closed) await new Promise((resolve) => setTimeout(resolve, 200));
     }

@@ -73,6 +73,13 @@ def test_it_streams_a_prompt_and_leaves_nothing_behind(node):
         eventually(lambda: server.do(lambda: (idle(server.double), len(server.double.sessions))) == (NOTHING, 0))
 
 
+def test_it_says_that_it_waits_for_a_server_that_is_not_there(node, tmp_path):
+    process = node("--address", f"ipc://{tmp_path}/nobody", "x")
+    assert process.stderr.readline() == f"no answer from ipc://{tmp_path}/nobody yet; waiting for it\n"
+    process.kill()
+    assert finish(process)[1] == ""
+
+
 def _answering(server, ids):
     """Let the server answer every text with these ids: [first, count]."""
     answer = type(server.double)._answer
