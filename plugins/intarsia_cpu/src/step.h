@@ -308,7 +308,8 @@ static int64_t step_bytes(const StepModel& model, int64_t num_tokens, int num_th
   const Widths widths(model);
   const int64_t size = block_size(num_tokens, num_threads);
   Carver carver(nullptr);
-  carver.take<float>(2 * num_tokens * widths.heads);
+  carver.take<float>(num_tokens * widths.heads);
+  carver.take<float>(num_tokens * widths.heads);
   for (int i = 0; i < (size ? num_threads : 1); i++) carve_work(carver, model, widths, size ? size : num_tokens);
   return carver.used();
 }
