@@ -15,11 +15,11 @@ from intarsia.errors import CompositionError
 from intarsia.hookspecs import hookimpl
 from intarsia.testing import poison_cache, prompt_logits
 from intarsia.types import DENSE, MoeSpec, Provider, Unfit, Weight
+from intarsia_cpu import build
 from intarsia_cpu import runner as fused
-from intarsia_cpu.build import unavailable
 from models import tiny_llama
 
-pytestmark = pytest.mark.skipif(unavailable("step") is not None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(build.unavailable("step") is not None, reason="there is no C++ compiler")
 
 MIXTURES = [case for case in CASES if "mixtral" in case.name or "moe" in case.name]
 DENSE_CASES = [case for case in CASES if case not in MIXTURES]
@@ -110,6 +110,24 @@ def test_bf16_is_as_near_to_fp32_as_bf16_of_transformers_and_bitwise(tiny):
     bound = 1.5 * float((theirs - exact).abs().mean())
     assert float((found - exact).abs().mean()) < bound
     assert float((found - theirs).abs().mean()) < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in build.supported()[1:] if not path.endswith("_vnni")])
+@pytest.mark.parametrize("quantizer", ["none", "int8"])
+def test_every_path_of_this_cpu_gives_the_same_logits_up_to_rounding(llama, path, quantizer, monkeypatch):
+    prompt = llama.prompt()
+    for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.05)):
+        with llama.engine(dtype=dtype, quantizer=quantizer) as engine:
+            expected = prompt_logits(engine, prompt)
+        monkeypatch.setenv(build.ISA_VARIABLE, path)
+        with llama.engine(dtype=dtype, quantizer=quantizer, threads=2) as engine:
+            found = prompt_logits(engine, prompt)
+            poison_cache(engine)
+            assert torch.equal(prompt_logits(engine, prompt, chunk=7), found)
+        monkeypatch.delenv(build.ISA_VARIABLE)
+        bound *= 100 if quantizer == "int8" and dtype == "float32" else 1  # a last bit can cross a rounding step
+        assert float((found - expected).abs().mean()) <= bound * float(expected.abs().max())
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
