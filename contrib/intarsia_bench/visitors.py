@@ -17,7 +17,7 @@ from intarsia_zmq import Client
 #: Tokens that a visitor wants; some leave before the end.
 _WANTED = 8
 _LEAVES_EARLY = 3
-_AT_ONCE = 4
+_AT_ONCE = 2
 
 
 def stay(address: str) -> None:
