@@ -19,7 +19,7 @@ from intarsia.hookspecs import KINDS, kind_of
 from intarsia.plugins import Offer, Registry
 from intarsia.protocols import Context, PartContext, Selection
 from intarsia.structuring import shown
-from intarsia.types import AUTO, NONE, Choice, Fit, ModelChoice, Unfit
+from intarsia.types import AUTO, NONE, Choice, Fit, ModelChoice, Provider, Unfit
 
 #: Makes the context of a kind of part, given (by keyword) the `options` of the one that is tried.
 ContextOf = Callable[..., Context]
@@ -283,6 +283,8 @@ class Selector:
                 options: Any = structure(provider.options, choice.options, _options_path(path), owner=provider.key)
         except ConfigError as error:
             return _Candidate(offer, error)
+        if choice.use == AUTO and (named := self._named(provider)):
+            return _Candidate(offer, Unfit(f"it brings its own {named.slot}, and {named.key!r} is asked for"))
         if isinstance(required, Unfit):
             return _Candidate(offer, required)
         context = _context(context_of, options, required)
@@ -294,6 +296,11 @@ class Selector:
         if isinstance(fit, Fit) and type(fit.rank) is not int:
             raise PluginError(f"{titled(offer)}: fit returned the rank {shown(fit.rank)}, not a whole number")
         return _Candidate(offer, fit, options, required)
+
+    def _named(self, provider: Provider) -> Chosen | None:
+        """Return a part that the config names in a slot whose part this provider brings."""
+        named = (chosen for slot in provider.provides for chosen in self.of(slot) if chosen.asked_by == "config")
+        return next(named, None)
 
     def _required(self, offer: Offer) -> dict[str, Any] | Unfit:
         """Return the parts that one part requires.

@@ -677,7 +677,7 @@ def test_a_runner_that_reads_no_order_is_refused_with_its_reason_for_the_best_on
 
 def test_a_runner_with_attention_of_its_own_rules_out_naming_a_backend(model):
     fused = provider("fused", fit=lambda _: Fit(90), provides=("attention",), build=EagerRunner.build)
-    error = refusal(CompositionError, model, offering(runner=fused), attention="sdpa")
+    error = refusal(CompositionError, model, offering(runner=fused), attention="sdpa", runner="fused")
     for word in ("'sdpa'", "runner 'fused'", "'auto'", "runner 'eager'"):
         assert word in str(error)
     assert error.field == "attention"
@@ -685,6 +685,10 @@ def test_a_runner_with_attention_of_its_own_rules_out_naming_a_backend(model):
     assert "runner 'fused' brings its own" in parts.selection("attention").reason
     assert parts.invariance == "numeric"
     assert composed(model, offering(runner=fused), attention="sdpa", runner="eager").attention is not None
+    # Where the backend alone is named, the runner is chosen among those that use it.
+    runner = composed(model, offering(runner=fused), attention="sdpa").selection("runner")
+    assert runner.provider.key == "eager"
+    assert "fused: it brings its own attention, and 'sdpa' is asked for" in runner.reason
 
 
 def test_for_each_op_the_first_kernel_in_order_that_fits_is_taken(model):
