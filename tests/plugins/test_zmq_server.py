@@ -147,6 +147,22 @@ def test_a_request_past_its_deadline_ends_with_what_it_has(tmp_path):
         eventually(lambda: idle(running))
 
 
+def test_each_choice_ends_once_with_its_last_delta_and_usage_comes_with_the_end_alone(tmp_path):
+    with serving(tmp_path) as running, Peer(running.address, hello=True) as peer:
+        peer.generate(max_tokens=6, sampling={"n": 3})
+        said = [peer.next()]
+        while said[-1].kind != "done":
+            said.append(peer.next())
+        *deltas, done = said
+        for choice in range(3):
+            ends = [delta.body.get("finish_reason") for delta in deltas if delta.body["choice"] == choice]
+            assert ends[-1] == "length" and set(ends[:-1]) <= {None}
+        assert not any("usage" in delta.body for delta in deltas)
+        peer.generate("whole", max_tokens=6, sampling={"n": 3}, stream=False)
+        assert done.body["usage"] == peer.until_end("whole")[2].body["usage"]
+        assert [each["finish_reason"] for each in done.body["choices"]] == ["length"] * 3
+
+
 def test_what_is_not_streamed_comes_in_one_message(tmp_path):
     with serving(tmp_path) as running, Peer(running.address, hello=True) as peer:
         peer.generate(max_tokens=300, stream=False, sampling={"n": 2})
