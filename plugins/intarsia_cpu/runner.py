@@ -16,7 +16,7 @@ from attrs import define, field
 
 from intarsia.protocols import CacheStorage, RunnerContext
 from intarsia.types import CacheLayout, DecoderSpec, Fit, ForwardBatch, MoeSpec, Unfit
-from intarsia_cpu.build import load, unavailable
+from intarsia_cpu.build import compiler, load, unavailable
 from intarsia_cpu.plan import DTYPES, FORMATS, MIRRORS, Batch, Cache, Plan, plan
 
 _AREA = "step"
@@ -181,7 +181,7 @@ def _pointers(addresses: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
 def fit(context: RunnerContext) -> Fit | Unfit:
     """Dense models in fp32 and bf16 on CPUs with a compiler, over a cache that it reads."""
     reason = _refusal(context)
-    return Unfit(reason) if reason else Fit(5, "a whole step in one native call; bitwise whatever the batch")
+    return Unfit(reason) if reason else Fit(90, "a whole step in one native call; bitwise whatever the batch")
 
 
 def _refusal(context: RunnerContext) -> str | None:
@@ -199,14 +199,14 @@ def _refusal(context: RunnerContext) -> str | None:
             return f"layer {index} is a mixture of {layer.mlp.num_experts} experts, and it runs dense layers"
         if layer.attention.head_dim > _MAX_HEAD_DIM:
             return f"layer {index} has heads of {layer.attention.head_dim}, and it runs up to {_MAX_HEAD_DIM}"
-    if reason := unavailable(_AREA):
-        return reason
-    # What depends on the cache comes last: composition tries several, and tells the first refusal.
+    # Composition tries several caches and tells the first refusal; and what is refused need not be compiled.
+    if compiler() is None:
+        return unavailable(_AREA)
     if layout.order != _ORDER:
         return f"it reads caches in the order {_ORDER}, not {layout.order}"
     if layout.format != engine.dtype:
         return f"it reads caches in the engine's dtype, {engine.dtype}, not in {layout.format}"
-    return None
+    return unavailable(_AREA)
 
 
 def build(context: RunnerContext) -> FusedRunner:
