@@ -12,7 +12,7 @@ from intarsia_cpu import linears
 FLOATS = (torch.float32, torch.bfloat16)
 SHAPES = st.tuples(st.integers(1, 130), st.integers(1, 200))  # outputs, columns: ragged panels, steps and groups
 ROWS = st.integers(1, 40)
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Int8:

@@ -138,3 +138,16 @@ def test_an_engine_computes_what_its_weights_say(tmp_path, kernels, tie, options
     slack = logits.std() * (0.1 if kernels == "cpu" else 1e-3)
     chosen = logits[torch.arange(len(output.token_ids)), torch.tensor(output.token_ids)]
     assert (logits.amax(-1) - chosen <= slack).all()
+
+
+def test_a_head_that_is_quantized_apart_is_counted_beside_its_embedding(tmp_path):
+    path, _ = tiny_llama(tmp_path, layers=1, tie=True)
+
+    def weight_bytes(**options):
+        with engine_of(path, kernels="torch", quantizer={"use": "int8", **options}) as engine:
+            return engine.parts.weight_bytes
+
+    shared = weight_bytes(head=False)
+    assert weight_bytes() == shared + 257 * 64 + 257 * 4
+    # Quantized together they are one weight, a quarter of the one in float32.
+    assert weight_bytes(embed=True) == shared - 257 * 64 * 3 + 257 * 4

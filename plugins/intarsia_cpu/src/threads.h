@@ -50,7 +50,7 @@ class SpinBarrier {
   }
 
  private:
-  static constexpr int kSpins = 20000;
+  static constexpr int kSpins = 4000;
   const int num_threads_;
   alignas(64) std::atomic<int> waiting_;
   alignas(64) std::atomic<uint32_t> round_{0};
