@@ -162,7 +162,7 @@ def fit(context: PartContext) -> Fit | Unfit:
         if head_dim > _MAX_HEAD_DIM:
             return Unfit(f"its heads have up to {_MAX_HEAD_DIM} dimensions, and those of layer {index} have {head_dim}")
     reason = unavailable(_AREA)
-    return Fit(10, "compiled for this CPU; bitwise whatever the batch") if reason is None else Unfit(reason)
+    return Fit(70, "compiled for this CPU; bitwise whatever the batch") if reason is None else Unfit(reason)
 
 
 def build(context: PartContext) -> CpuAttention:
