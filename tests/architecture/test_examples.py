@@ -22,6 +22,7 @@ from intarsia.config import load_config
 from intarsia.hookspecs import KINDS
 from intarsia.plugins import Registry
 from intarsia.types import EngineConfig, PluginsOptions
+from intarsia_cpu.build import compiler
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -155,6 +156,8 @@ def test_the_shown_entry_point_is_one():
 
 def test_explain_says_what_readme_shows(tmp_path, capsys):
     """Every line that is shown is a line of the real report; `...` stands for what is left out."""
+    if compiler() is None:
+        pytest.skip("the page shows a machine with a C++ compiler")
     path = tmp_path / "engine.toml"
     path.write_text(engine_configs(README)[0])
     assert run(["explain", "-c", str(path)]) == 0
