@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from intarsia.errors import CheckpointError
+from intarsia.errors import CheckpointError, did_you_mean
 
 #: Sizes past these are mistakes or attacks; no model comes near.
 MAX_LAYERS: Final = 4096
@@ -103,7 +103,8 @@ class Fields:
         """Return what a text means, out of those that are known."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in meanings:
-            raise self.wrong(name, f"one of {', '.join(meanings)}")
+            hint = did_you_mean(value, meanings) if isinstance(value, str) else ""
+            raise self.wrong(name, f"one of {', '.join(meanings)}{'.' + hint if 'Did' in hint else ''}")
         return meanings[value]
 
     def must_be(self, name: str, value: object, *, default: Any = None) -> None:
