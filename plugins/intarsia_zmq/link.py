@@ -23,6 +23,7 @@ from intarsia_zmq.calls import ConnectionLostError, Events
 from intarsia_zmq.connection import Connection
 from intarsia_zmq.keys import KeyPair, new_key_pair, read_key_pair, read_public_key
 from intarsia_zmq.limits import CLIENT_LIMITS
+from intarsia_zmq.wire import Message, decode, encode
 
 logger = logging.getLogger("intarsia.zmq")
 
@@ -326,10 +327,30 @@ class Link:
             self._deliver(connection.fail(ConnectionLostError(f"{self.address.url}: {hint}")))
 
     def _say_bye(self) -> None:
-        self.connection.leave()
+        """End the session, and give the server a moment to hear of it.
+
+        Where a connection closes with something unread, TCP may take back what was said on it. So a question follows
+        whose answer says that there is no session any more, and everything up to that is read.
+        """
+        connection, was_open = self.connection, self.connection.is_open
+        connection.leave()
+        if was_open:
+            connection.outgoing.append(encode(Message("ping")))
         self._say()
         if self._socket is not None:
-            self._socket.linger = int(_LINGER_S * 1000) if self.connection.welcome is not None else 0
+            self._socket.linger = int(_LINGER_S * 1000) if connection.welcome is not None else 0
+            if was_open:
+                self._hear_of_the_end(self._socket)
+
+    def _hear_of_the_end(self, connected: zmq.Socket[bytes]) -> None:
+        until = time.monotonic() + _LINGER_S
+        while (left_s := until - time.monotonic()) > 0 and connected.poll(int(left_s * 1000) + 1):
+            try:
+                heard = decode(connected.recv_multipart(zmq.DONTWAIT), CLIENT_LIMITS)
+            except (IntarsiaError, zmq.Again):
+                return
+            if any(each.kind == "error" and each.body.get("code") == "no_session" for each in heard):
+                return
 
     def _release(self) -> None:
         with contextlib.suppress(zmq.ZMQError):

@@ -44,7 +44,7 @@ def test_a_served_composition_is_measured_as_its_client_sees_it(tmp_path):
 
 def test_first_tokens_are_those_of_prompts_that_no_cache_has(tmp_path, model):
     prompts = []
-    asked = FakeEngine(step_s=0.05)
+    asked = FakeEngine(step_s=0.3)
     add = asked.add
     asked.add = lambda request: (prompts.append(tuple(request.prompt)), add(request))[1]
     with (
@@ -56,7 +56,8 @@ def test_first_tokens_are_those_of_prompts_that_no_cache_has(tmp_path, model):
         assert {len(prompt) for prompt in prompts} == {64} and not engine.has_work
     assert (here["engine"], here["over_s"]) == ("in-process", 0)
     # One step comes before the first token, and two more after it.
-    assert 0.05 <= there["ttft_s"] < 0.15 and there["over_s"] == pytest.approx(there["ttft_s"] - here["ttft_s"])
+    assert 0.3 <= there["ttft_s"] < 0.6
+    assert there["over_s"] == pytest.approx(there["ttft_s"] - here["ttft_s"], abs=1e-5)
 
 
 def test_a_neighbours_rate_is_of_the_time_that_it_is_watched(tmp_path):
