@@ -64,7 +64,7 @@ def quantized(x, group):
     groups = torch.nn.functional.pad(x.double(), (0, -ins % group)).unflatten(1, (-1, group))
     largest = groups.abs().amax(-1, keepdim=True).float()
     scale = largest / 127
-    inverse = torch.where(largest > 0, 127 / largest, 0)
+    inverse = torch.where(largest > 0, torch.tensor(127.0) / largest, 0)  # `127 / tensor` is 127 * reciprocal
     whole = (groups.float() * inverse).round()  # as torch and the kernels do: ties to even
     return (whole.double() * scale.double()).flatten(1)[:, :ins]
 
