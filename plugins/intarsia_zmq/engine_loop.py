@@ -44,6 +44,9 @@ _ADMIT_S = 0.02
 _ANSWER_S = 0.01
 #: Requests whose logits processors have long work to do first.
 _MAX_PREPARING = 64
+#: How often the reader is looked at that is to take first tokens before the next step, and after how long each time.
+_LOOKS = 20
+_LOOK_S = 0.0001
 
 
 @define(eq=False, kw_only=True)
@@ -84,6 +87,8 @@ class EngineLoop:
     _held: Add | None = field(default=None, init=False)
     #: in the engine: id -> choices that have not ended
     _open: dict[str, int] = field(factory=dict, init=False)
+    #: of these, those that have said nothing yet
+    _silent: set[str] = field(factory=set, init=False)
     _num_open: int = field(default=0, init=False)
     _questions: deque[Ask] = field(factory=deque, init=False)
     #: the engine has last outputs of cancelled requests, which the next step returns, running nothing
@@ -242,6 +247,7 @@ class EngineLoop:
         else:
             self.taken_bytes += add.num_bytes
             self._open[request.request_id] = request.params.n
+            self._silent.add(request.request_id)
             self._num_open += request.params.n
 
     def _refuse(self, add: Add, error: IntarsiaError) -> None:
@@ -274,12 +280,23 @@ class EngineLoop:
         self._progress_at = now = self.clock()
         self.steps += 1
         if outputs:
+            said = {output.request_id for output in outputs}
             for output in outputs:
                 if output.finish_reason is not None:
                     self._close(output.request_id)
             self._report(list(outputs))
+            if not self._silent.isdisjoint(said):
+                self._silent -= said
+                self._let_read()
         if self.figures:
             self._report(Figures(now - begun, len(outputs), engine.stats()))
+
+    def _let_read(self) -> None:
+        """Let the reader have the interpreter and a core before the next step, whose threads take all of them."""
+        for _ in range(_LOOKS):
+            if not self.reports:
+                return
+            time.sleep(_LOOK_S)
 
     def _close(self, key: str) -> None:
         left = self._open.get(key)
