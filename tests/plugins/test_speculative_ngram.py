@@ -181,7 +181,9 @@ def test_smollm2_says_what_it_says_without_a_drafter(use, k):
         SamplingParams(temperature=0.8, seed=42, max_tokens=24),
         SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.1),
     ]
-    with engine_of("smollm2") as plain, engine_of("smollm2", drafter={"use": use, "k": k}) as drafting:
+    short = {"max_model_len": 512}
+    drafter = {"use": use, "k": k}
+    with engine_of("smollm2", engine=short) as plain, engine_of("smollm2", engine=short, drafter=drafter) as drafting:
         wanted = [one.token_ids for one in plain.generate(prompts, params)]
         assert [one.token_ids for one in drafting.generate(prompts, params)] == wanted
         assert drafting.stats()["speculation"]["accepted"] > 5
