@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from intarsia.families import (
-    MAX_LEN,
     Family,
     Fields,
     Names,
@@ -12,6 +11,7 @@ from intarsia.families import (
     head_dim,
     mixture,
     num_layers,
+    one_window,
     read_rope,
 )
 from intarsia.types import DecoderSpec, LayerSpec
@@ -28,8 +28,9 @@ _DEFAULTS = {
 def _read(fields: Fields, tensor_names: frozenset[str]) -> DecoderSpec:
     fields = fields.over(_DEFAULTS)
     rope = read_rope(fields, head_dim(fields), default_theta=1_000_000.0)
-    window = fields.size("sliding_window", high=MAX_LEN) if fields.has("sliding_window") else None
-    layer = LayerSpec(attention=attention(fields, rope, window=window), mlp=mixture(fields, "intermediate_size"))
+    layer = LayerSpec(
+        attention=attention(fields, rope, window=one_window(fields)), mlp=mixture(fields, "intermediate_size")
+    )
     return decoder("mixtral", fields, tensor_names, [layer] * num_layers(fields))
 
 

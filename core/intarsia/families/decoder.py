@@ -151,7 +151,7 @@ def late_windows(fields: Fields) -> tuple[int | None, ...]:
     return found
 
 
-def is_tied(fields: Fields, tensor_names: frozenset[str], *, default: bool = True, head: str = HEAD) -> bool:
+def is_tied(fields: Fields, tensor_names: frozenset[str], *, head: str = HEAD) -> bool:
     """Return whether the head is the embedding.
 
     Where the checkpoint has a head it is used, whatever the flag says, as transformers 5 does.
@@ -159,10 +159,9 @@ def is_tied(fields: Fields, tensor_names: frozenset[str], *, default: bool = Tru
     Args:
         fields: the config.
         tensor_names: of the checkpoint.
-        default: what `tie_word_embeddings` is where the config does not say.
         head: the name of the head's tensor.
     """
-    tied = fields.flag("tie_word_embeddings", default)
+    tied = fields.flag("tie_word_embeddings", True)
     if head in tensor_names:
         return False
     if fields.has("tie_word_embeddings") and not tied:
