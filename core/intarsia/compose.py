@@ -25,7 +25,7 @@ from intarsia.errors import (
 from intarsia.invariance import kept_invariance, verified_invariance
 from intarsia.layout import check_capacity, check_memory, lay_out, num_pages, weight_bytes
 from intarsia.machine import free_memory, resolve_device, resolve_dtype, resolve_threads
-from intarsia.models.weights import Weights, check_tensors
+from intarsia.models.weights import Weights, check_tensors, keep_stored
 from intarsia.ops import BY_FORMAT, OPS, Ops, resolve
 from intarsia.plugins import Registry
 from intarsia.protocols import (
@@ -165,7 +165,9 @@ class _Composer:
 
         quantizers: tuple[Quantizer, ...] = select.many("quantizer", config.quantizer, context)
         kernels: tuple[Kernels, ...] = select.many("kernels", config.kernels, context)
-        formats = ["dense", *(q.format for q in quantizers)]
+        model = self._keep_stored(model, quantizers)
+        kept = {source.kept.name: None for source in model.weight_map.tensors.values() if source.kept is not None}
+        formats = ["dense", *(q.format for q in quantizers), *kept]
         ops_for = partial(resolve, self._kernel_sets(kernels), formats=formats, device=engine.device)
         ops: Ops = ops_for(dtype=engine.dtype)
         attention: AttentionBackend = select.one("attention", config.attention, context)
@@ -259,6 +261,14 @@ class _Composer:
         with blamed("sampling", self.select.of("loader")[0].offer):
             sampling = SamplingDefaults(**recommended(model, checkpoint))
         return _Model(checkpoint, spec, weight_map, tokenizer, sampling)
+
+    def _keep_stored(self, model: _Model, quantizers: Sequence[Quantizer]) -> _Model:
+        """Mark the weights that stay in the format of their files."""
+        how = self.config.model.weights
+        if how == "dense" or (how == AUTO and not model.checkpoint.keeps_weights):
+            return model
+        with blamed("accepts", *(chosen.offer for chosen in self.select.of("quantizer"))):
+            return evolve(model, weight_map=keep_stored(model.weight_map, model.checkpoint, quantizers))
 
     def _choose_family(self, checkpoint: Checkpoint, model_type: object) -> Any:
         """Choose the family that the config names, or the one whose key is the checkpoint's model type."""

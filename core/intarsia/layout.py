@@ -64,6 +64,8 @@ def weight_bytes(weight_map: WeightMap, quantizers: Sequence[Quantizer], ops: Op
     for name, source in weight_map.tensors.items():
         itemsize: int = (torch.float32 if source.float32 else getattr(torch, dtype)).itemsize
         size, weight_format = torch.Size(source.shape).numel() * itemsize, "dense"
+        if source.kept is not None:
+            size, weight_format = source.kept.num_bytes(source.shape), source.kept.name
         for quantizer in quantizers:
             if len(source.shape) == 2 and name != POSITIONS and quantizer.accepts(name, source.shape):
                 size, weight_format = quantizer.num_bytes(name, source.shape), quantizer.format

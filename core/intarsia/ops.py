@@ -23,7 +23,7 @@ ANY_FORMAT = "*"
 
 def embedding(ids_T: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return rows (T, E) of a (V, E) weight."""
-    return functional.embedding(ids_T, weight.dequantize()).to(dtype)
+    return weight.rows(ids_T).dequantize().to(dtype)
 
 
 #: fp32 matrix products of 8 rows or a multiple give each row the same bits whatever the other rows are; at 1 to 3, 5

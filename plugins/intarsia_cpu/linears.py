@@ -89,6 +89,10 @@ class Packed:
         """Return the weight (N, C) that was packed, as its own format dequantizes it."""
         return unpack(weight).dequantize()
 
+    def rows(self, weight: Weight, index: torch.Tensor | slice) -> Weight:
+        """Return rows in the format that they were packed from."""
+        return unpack(weight).rows(index)
+
     def shard(self, weight: Weight, dim: int, start: int, stop: int) -> Weight:
         """Refuse: panels are not cut."""
         del weight, dim, start, stop
@@ -265,8 +269,7 @@ def run(layer: LinearStruct, x_TC: torch.Tensor, out: OutputStruct, *, threads: 
 
 def embedding(ids_T: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return rows (T, E) of a quantized (V, E) weight, of which no others are dequantized."""
-    rows = {name: tensor[ids_T] for name, tensor in weight.tensors.items()}
-    return Weight(weight.format, rows, (len(ids_T), weight.shape[1])).dequantize().to(dtype)
+    return weight.rows(ids_T).dequantize().to(dtype)
 
 
 def linear_kernels() -> list[Kernel]:

@@ -41,6 +41,11 @@ class GgufCheckpoint:
         """What the metadata recommend for sampling, in Hugging Face's spelling."""
         return read_sampling(self.metadata)
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Not unless asked: what their numbers stand for is run exactly, and kept ones meet rounded activations."""
+        return False
+
     def tokenizer(self) -> TokenizerSpec | None:
         """The tokenizer that the metadata describes, or None."""
         return read_tokenizer(self.metadata)

@@ -1,54 +1,26 @@
-"""The weight format `int8`, and the quantizer that makes it by rounding to nearest.
+"""The quantizer of the format `int8`, by rounding to nearest: `intarsia.quantizing.integers` describes the format.
 
-| tensor | dtype | shape | |
-| --- | --- | --- | --- |
-| `weight` | int8 | (N, C) | whole numbers from -127 to 127 |
-| `scale` | float32 | (N,) | at least 0 |
-
-The weight is `weight * scale`, row by row. A row's scale is its largest magnitude / 127, so that every number is at
-most half a scale off; a row of zeros has scale 0. Scales are float32: those of small rows would underflow half floats.
+A row's scale is its largest magnitude / 127, so that every number is at most half a scale off; a row of zeros has scale
+0.
 
 Shape legend: N out features, C in features.
 """
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 import torch
 from attrs import frozen
 
 from intarsia.errors import CheckpointError
 from intarsia.protocols import PartContext
-from intarsia.types import Weight, WeightFormat
+from intarsia.quantizing.integers import IntegerFormat
+from intarsia.types import Weight
 from intarsia_int8.options import Int8Options
 
-_EMBED, _POSITIONS, _HEAD = "embed.weight", "positions.weight", "head.weight"
 #: Numbers quantized at once: temporary tensors stay this small, however large a weight is.
 _CHUNK = 1 << 22
 
-
-@frozen
-class Int8Format:
-    """See the module."""
-
-    name: str = "int8"
-
-    def dequantize(self, weight: Weight) -> torch.Tensor:
-        """Return the weight in float32, (N, C)."""
-        return weight.tensors["weight"] * weight.tensors["scale"][:, None]
-
-    def shard(self, weight: Weight, dim: int, start: int, stop: int) -> Weight:
-        """Return rows or columns; any can be cut."""
-        numbers, scale = weight.tensors["weight"], weight.tensors["scale"]
-        tensors = {
-            "weight": numbers.narrow(dim, start, stop - start),
-            "scale": scale.narrow(0, start, stop - start) if dim == 0 else scale,
-        }
-        return Weight(self, tensors, tuple(tensors["weight"].shape))
-
-
-INT8: WeightFormat = Int8Format()
+INT8 = IntegerFormat(8)
 
 
 def quantize(name: str, weight_NC: torch.Tensor) -> Weight:
@@ -87,17 +59,12 @@ class Int8Quantizer:
     def accepts(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the options include it."""
         del shape
-        if name == _POSITIONS or name.endswith(".router.weight"):
-            return False
-        if (name == _EMBED and not self.options.embed) or (name == _HEAD and not self.options.head):
-            return False
-        return any(fnmatchcase(name, pattern) for pattern in self.options.include)
+        return self.options.takes(name)
 
     def num_bytes(self, name: str, shape: tuple[int, ...]) -> int:
         """A byte a number and a float32 a row."""
         del name
-        outs, ins = shape
-        return outs * ins + 4 * outs
+        return INT8.num_bytes(shape)
 
     def quantize(self, name: str, weight: Weight) -> Weight:
         """Return the weight in int8; raise CheckpointError that names it where it holds NaN or infinity."""

@@ -808,6 +808,10 @@ class RowInt8:
     def dequantize(self, weight):
         return weight.tensors["codes"].float() * weight.tensors["scales"]
 
+    def rows(self, weight, index):
+        tensors = {name: tensor[index] for name, tensor in weight.tensors.items()}
+        return Weight(self, tensors, tuple(tensors["codes"].shape))
+
     def shard(self, weight, dim, start, stop):
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ from attrs import frozen
 from intarsia.errors import CompositionError
 from intarsia.ops import linear as reference
 from intarsia.protocols import Kernel, PartContext
-from intarsia.types import Fit, Unfit, Weight
+from intarsia.types import Fit, Unfit, Weight, dense
 
 #: torch's own ops around oneDNN: what its compiler calls for packed weights.
 _MKLDNN: Any = torch.ops.mkldnn
@@ -33,6 +33,9 @@ class _Packed:
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         return weight.tensors["packed"].to_dense()
+
+    def rows(self, weight: Weight, index: torch.Tensor | slice) -> Weight:
+        return dense(self.dequantize(weight)[index])
 
     def shard(self, weight: Weight, dim: int, start: int, stop: int) -> Weight:
         del weight, dim, start, stop

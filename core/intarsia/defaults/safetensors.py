@@ -116,6 +116,11 @@ class SafetensorsCheckpoint:
         stored = {tensor.format for tensor in self.tensors.values()}
         return next((name for kind, name in _FLOATS.items() if kind in stored), "float32")
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Quantized folders were made to be run as they are."""
+        return True
+
     def tokenizer(self) -> TokenizerSpec | None:
         """Return the tokenizer, or None where the folder has none; raise CheckpointError where it is malformed."""
         return read_tokenizer(self.folder, self.config)

@@ -29,11 +29,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
+from attrs import evolve
 
 from intarsia.errors import CheckpointError
 from intarsia.ops import Ops
 from intarsia.protocols import Progress, Quantizer
-from intarsia.types import Checkpoint, TensorSource, Weight, WeightMap, dense
+from intarsia.quantizing.integers import IntegerFormat, common, join
+from intarsia.types import Checkpoint, StorableFormat, StoredWeight, TensorSource, Weight, WeightMap, dense
 
 Weights: TypeAlias = Mapping[str, Weight | torch.Tensor]
 
@@ -69,6 +71,34 @@ def check_tensors(checkpoint: Checkpoint, weight_map: WeightMap) -> None:
             raise CheckpointError(f"tensor {name} has shape {stored}; the config says {shape}")
 
 
+def keep_stored(weight_map: WeightMap, checkpoint: Checkpoint, quantizers: Sequence[Quantizer]) -> WeightMap:
+    """Return the map with those sources marked that can stay in the format of their files.
+
+    A source that a quantizer takes is read as floats. So is one whose tensors have no format in common, and one that
+    the model has otherwise than the files: transposed, or with an offset.
+    """
+    tensors = {
+        name: source
+        if any(quantizer.accepts(name, source.shape) for quantizer in quantizers)
+        else evolve(source, kept=_stored_format(checkpoint, source))
+        for name, source in weight_map.tensors.items()
+    }
+    return evolve(weight_map, tensors=tensors)
+
+
+def _stored_format(checkpoint: Checkpoint, source: TensorSource) -> StorableFormat | None:
+    stored = [checkpoint.tensors[name] for name in source.names]
+    if source.transposed or source.offset or source.float32:
+        return None
+    formats = [tensor.weight_format for tensor in stored if isinstance(tensor, StoredWeight)]
+    if len(formats) < len(stored):
+        return None
+    if len(formats) == 1:
+        return formats[0]
+    integers = [weight_format for weight_format in formats if isinstance(weight_format, IntegerFormat)]
+    return common(integers) if len(integers) == len(formats) else None
+
+
 def num_parameters(weight_map: WeightMap) -> int:
     """Return how many numbers the model's tensors hold."""
     return sum(torch.Size(source.shape).numel() for source in weight_map.tensors.values())
@@ -96,9 +126,13 @@ def load_weights(
     total = num_parameters(weight_map)
     done = 0
     for name, source in weight_map.tensors.items():
-        tensor = _read(checkpoint, source, dtype).to(device)
-        weights[name] = _ready(name, dense(tensor), quantizers, ops) if tensor.dim() == 2 else tensor
-        done += tensor.numel()
+        if source.kept is not None:
+            kept = _to(_read_kept(checkpoint, source), device)
+            weights[name] = kept if name == EMBED else ops.pack(kept)
+        else:
+            tensor = _read(checkpoint, source, dtype).to(device)
+            weights[name] = _ready(name, dense(tensor), quantizers, ops) if tensor.dim() == 2 else tensor
+        done += torch.Size(source.shape).numel()
         progress("loading weights", done, total)
     embed = weights.get(EMBED)
     if isinstance(embed, Weight) and HEAD not in weights:
@@ -130,6 +164,21 @@ def _read(checkpoint: Checkpoint, source: TensorSource, dtype: torch.dtype) -> t
         checkpoint.tensors[name].read(whole.narrow(0, start, shape[0]))
         start += shape[0]
     return whole.add_(source.offset) if source.offset else whole
+
+
+def _read_kept(checkpoint: Checkpoint, source: TensorSource) -> Weight:
+    parts = []
+    for name in source.names:
+        stored = checkpoint.tensors[name]
+        assert isinstance(stored, StoredWeight)
+        parts.append(stored.read_weight())
+    weight = parts[0] if len(parts) == 1 else join(parts)
+    assert weight.format == source.kept, f"{source.names}: {weight.format.name}, not {source.kept}"
+    return weight
+
+
+def _to(weight: Weight, device: torch.device) -> Weight:
+    return evolve(weight, tensors={key: tensor.to(device) for key, tensor in weight.tensors.items()})
 
 
 def _ready(name: str, weight: Weight, quantizers: Sequence[Quantizer], ops: Ops) -> Weight:

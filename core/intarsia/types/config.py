@@ -38,6 +38,8 @@ class ModelChoice:
         family: key of the model family; auto is the `model_type` that the files say.
         revision: branch, tag or commit, for a hub id.
         generation_config: whether requests that do not say take the sampling that the model's files recommend.
+        weights: how weights that the files store in few bits are kept: `stored`, as they are; `dense`, as floats; auto
+            is what the loader says.
         options: options of the loader.
     """
 
@@ -46,6 +48,7 @@ class ModelChoice:
     family: str = AUTO
     revision: str | None = None
     generation_config: bool = True
+    weights: Literal["auto", "dense", "stored"] = "auto"
     options: Mapping[str, Any] = Factory(dict)
 
 

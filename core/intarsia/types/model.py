@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from attrs import Factory, field, frozen
 
@@ -184,8 +184,20 @@ class WeightFormat(Protocol):
         """Return the weight as an (N, C) floating tensor."""
         ...
 
+    def rows(self, weight: Weight, index: torch.Tensor | slice) -> Weight:
+        """Return the rows at these indices."""
+        ...
+
     def shard(self, weight: Weight, dim: int, start: int, stop: int) -> Weight:
         """Return rows (dim 0) or columns (dim 1) `start` to `stop`; raise CompositionError where a group is cut."""
+        ...
+
+
+class StorableFormat(WeightFormat, Protocol):
+    """A format that files can have, whose size follows from a weight's shape."""
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a weight (N, C)."""
         ...
 
 
@@ -200,6 +212,10 @@ class Weight:
     def dequantize(self) -> torch.Tensor:
         """Return the (N, C) floating tensor that this weight stands for."""
         return self.format.dequantize(self)
+
+    def rows(self, index: torch.Tensor | slice) -> Weight:
+        """Return the rows at these indices."""
+        return self.format.rows(self, index)
 
     def shard(self, dim: int, start: int, stop: int) -> Weight:
         """Return the part from `start` to `stop` along `dim`."""
@@ -217,6 +233,9 @@ class _Dense:
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         return weight.tensors["weight"]
+
+    def rows(self, weight: Weight, index: torch.Tensor | slice) -> Weight:
+        return dense(weight.tensors["weight"][index])
 
     def shard(self, weight: Weight, dim: int, start: int, stop: int) -> Weight:
         part = weight.tensors["weight"].narrow(dim, start, stop - start)
@@ -260,6 +279,20 @@ class StoredTensor(Protocol):
         ...
 
 
+@runtime_checkable
+class StoredWeight(StoredTensor, Protocol):
+    """A matrix that its file stores in a weight format: `read` dequantizes it, `read_weight` does not."""
+
+    @property
+    def weight_format(self) -> StorableFormat:
+        """The format of what `read_weight` returns."""
+        ...
+
+    def read_weight(self) -> Weight:
+        """Return the weight in its format, with tensors of its own."""
+        ...
+
+
 @frozen
 class TensorSource:
     """Where one tensor of the model comes from: the checkpoint tensors that are laid end to end along dim 0.
@@ -269,6 +302,8 @@ class TensorSource:
         transposed: the one tensor is a matrix that the checkpoint stores the other way round, (C, N).
         float32: it stays in float32, whatever dtype the model runs in.
         offset: added to every number.
+        kept: the weight format that it keeps in memory, its tensors being `StoredWeight`s; None where it is read as
+            plain numbers.
     """
 
     names: tuple[str, ...]
@@ -276,6 +311,7 @@ class TensorSource:
     transposed: bool = False
     float32: bool = False
     offset: float = 0.0
+    kept: StorableFormat | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -343,6 +379,11 @@ class Checkpoint(Protocol):
     @property
     def sampling(self) -> Mapping[str, Any]:
         """What the files recommend for sampling, in the spelling of Hugging Face's generation_config.json."""
+        ...
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights that the files store in few bits stay so in memory, unless a config says otherwise."""
         ...
 
     def tokenizer(self) -> TokenizerSpec | None:
