@@ -53,6 +53,10 @@ class TenthFormat:
     def dequantize(self, weight):
         return weight.tensors["tenths"].float() / 10
 
+    def rows(self, weight, index):
+        numbers = weight.tensors["tenths"][index]
+        return Weight(self, {"tenths": numbers}, tuple(numbers.shape))
+
     def shard(self, weight, dim, start, stop):
         raise NotImplementedError
 
