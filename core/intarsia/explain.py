@@ -65,7 +65,8 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
         token: 2 x layers x kv heads x head dim x bytes a number; page: page_size of them.
         pages, cache: those that sequences can use, and their bytes.
         spare: one page more, which holds no sequence: padded tokens write there.
-        total: weights, cache and spare.
+        drafter: what it takes beside: pages of its own, a second model.
+        total: weights, cache, spare and drafter.
         layout: order of the axes, entry format, number of groups.
         max_batch: how many sequences of max_model_len fit at once.
         free: what is free now.
@@ -73,6 +74,7 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
     layout, max_len = parts.layout, parts.engine.max_model_len
     assert max_len is not None
     cache = parts.num_pages * layout.page_bytes
+    drafter = 0 if parts.drafter is None else parts.drafter.num_bytes(layout)
     return {
         "weights": parts.weight_bytes,
         "token": layout.token_bytes,
@@ -81,7 +83,8 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
         "pages": parts.num_pages,
         "cache": cache,
         "spare": layout.page_bytes,
-        "total": parts.weight_bytes + cache + layout.page_bytes,
+        "drafter": drafter,
+        "total": parts.weight_bytes + cache + layout.page_bytes + drafter,
         "layout": {"order": layout.order, "format": layout.format, "groups": len(layout.groups)},
         "max_batch": parts.cache.capacity(max_len),
         "free": free_memory(parts.engine.device),

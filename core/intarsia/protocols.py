@@ -663,8 +663,13 @@ class Drafter(Protocol):
     subclass inherits all but `propose`.
     """
 
+    def num_bytes(self, layout: CacheLayout) -> int:
+        """Return the bytes that `start` will take, beside a target whose cache lies so. Called before it, for plans."""
+        del layout
+        return 0
+
     def start(self, target: Target) -> None:
-        """Get ready: the target's weights are loaded, its cache is not made yet. Called once, before any other."""
+        """Get ready: the target's weights are loaded, its cache is not made yet. Called once, before any step."""
         del target
 
     def enter(self, entered: Entered) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from attrs import Factory, define, evolve, field, frozen
 
 from intarsia.protocols import Drafter, DraftRequest, StepCost, Target, Verified
-from intarsia.types import Draft, Entered, SequenceId
+from intarsia.types import CacheLayout, Draft, Entered, SequenceId
 from intarsia_speculative.acceptance import Acceptance
 from intarsia_speculative.cost import CostCurve, assumed
 from intarsia_speculative.figures import Figures
@@ -128,6 +128,10 @@ class Adaptive(Drafter):
 
     def __attrs_post_init__(self) -> None:
         self._probing = Probing(self.is_cheap)
+
+    def num_bytes(self, layout: CacheLayout) -> int:
+        """Return what the drafter takes."""
+        return self.inner.num_bytes(layout)
 
     def start(self, target: Target) -> None:
         """Start the drafter."""
@@ -283,6 +287,10 @@ class Capped(Drafter):
     inner: Drafter
     k: int
     figures: Figures = Factory(Figures)
+
+    def num_bytes(self, layout: CacheLayout) -> int:
+        """Return what the drafter takes."""
+        return self.inner.num_bytes(layout)
 
     def start(self, target: Target) -> None:
         """Start the drafter."""

@@ -17,7 +17,7 @@ from attrs import define, field
 
 from intarsia.errors import CompositionError, ConfigError
 from intarsia.protocols import Drafter, DrafterContext, DraftRequest, Parts, Target, TokenizerView
-from intarsia.types import Draft, Entered, Row, SequenceId, Want
+from intarsia.types import CacheLayout, Draft, Entered, Row, SequenceId, Want
 from intarsia_speculative.control import controlled
 from intarsia_speculative.guessing import Guessing, guess
 from intarsia_speculative.model_options import DraftModelOptions
@@ -71,6 +71,11 @@ class DraftModel(Drafter):
     def __attrs_post_init__(self) -> None:
         self._model = cast(Target, self.parts.executor)
         self._figures = dict.fromkeys(("no_room", "caught_up_tokens"), 0)
+
+    def num_bytes(self, layout: CacheLayout) -> int:
+        """Return the bytes of the second model's weights and cache."""
+        del layout
+        return self.parts.weight_bytes + (self.parts.num_pages + 1) * self.parts.layout.page_bytes
 
     def start(self, target: Target) -> None:
         """Load the second model."""

@@ -15,7 +15,7 @@ from functools import partial
 from attrs import define, field
 
 from intarsia.protocols import Drafter, DrafterContext, DraftRequest, Target
-from intarsia.types import Draft, Fit, Unfit
+from intarsia.types import CacheLayout, Draft, Fit, Unfit
 from intarsia_speculative.control import controlled
 from intarsia_speculative.guessing import Guessing, guess
 from intarsia_speculative.model_options import LayerSkipOptions
@@ -38,10 +38,17 @@ class LayerSkip(Drafter):
     _target: Target | None = field(default=None, init=False)
     _scratch: tuple[int, ...] = field(default=(), init=False)
 
+    def num_bytes(self, layout: CacheLayout) -> int:
+        """Return the bytes of the scratch pages."""
+        return self._num_scratch(layout) * layout.page_bytes
+
     def start(self, target: Target) -> None:
         """Take scratch pages."""
         self._target = target
-        self._scratch = target.take_scratch(_SCRATCH_ROWS * -(-self.k // target.layout.page_size))
+        self._scratch = target.take_scratch(self._num_scratch(target.layout))
+
+    def _num_scratch(self, layout: CacheLayout) -> int:
+        return _SCRATCH_ROWS * -(-self.k // layout.page_size)
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         """Guess, in as many batches as scratch pages ask for."""

@@ -2,13 +2,22 @@
 
 import json
 import random
+from itertools import pairwise
+from typing import ClassVar
 
 import pytest
+import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from engines import engine_of
 from intarsia import SamplingParams
 from intarsia.errors import CompositionError, ConfigError, ModelNotFoundError
+from intarsia.hookspecs import hookimpl
+from intarsia.protocols import LogitsProcessor, SequenceProcessor
+from intarsia.testing.drafters import DrafterContract
+from intarsia.testing.tiny import save_tiny_model
+from intarsia.types import Provider
+from intarsia_speculative import provide_drafters
 from models import edit_json, tiny_llama
 
 TOKEN_BYTES = 2 * 4 * 2 * 16 * 4  # of the tiny model: keys and values, layers, kv heads, head dim, fp32
@@ -124,6 +133,77 @@ def test_rejection_accepts_more_of_what_half_agrees(models):
             figures = engine.stats()["speculation"]
             rates[verify] = figures["accepted"] / figures["drafted"]
     assert rates["rejection"] > rates["equal"] > 0
+
+
+class Alternates(LogitsProcessor, SequenceProcessor):
+    """After an even id only odd ones, and the other way round: what a grammar is like to a drafter."""
+
+    def open(self, params, num_prompt):
+        return self
+
+    def process(self, token_ids, logits_V):
+        logits_V[token_ids[-1] % 2 :: 2] = -torch.inf
+
+
+class Alternating:
+    @hookimpl
+    def provide_logits_processors(self):
+        return [Provider(key="alternates", summary="even, odd", build=lambda context: Alternates())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drafting_models_guesses_go_through_logits_processors(models, name):
+    sections = {"logits_processors": "alternates", "plugins": [Alternating()]}
+    with engine_of(models["target"], **sections) as engine:
+        wanted = engine.generate(PROMPTS, PARAMS)
+    ids = wanted[0].choices[0].token_ids
+    assert all((a - b) % 2 for a, b in pairwise(ids)) and len(ids) == 24
+    with engine_of(models["target"], drafter=drafter_of(models, name), **sections) as engine:
+        assert told(engine.generate(PROMPTS, PARAMS)) == told(wanted)
+        figures = engine.stats()["speculation"]
+    assert figures["failures"] == 0 and figures["drafted"] > 0, figures["last_failure"]
+    if name == "target":
+        assert figures["accepted"] == figures["drafted"]
+
+
+@pytest.mark.parametrize("name", ["target", "layer_skip"])
+def test_the_memory_plan_counts_what_a_drafter_takes(models, name):
+    with engine_of(models["target"], drafter=drafter_of(models, name)) as engine:
+        plan, parts = engine.explain()["memory"], engine.parts
+        held = parts.executor._cache.num_bytes
+        if name == "target":
+            held += parts.weight_bytes + (16 << 20) + parts.layout.page_bytes
+    assert plan["drafter"] > 0
+    assert plan["cache"] + plan["spare"] + plan["drafter"] == held
+    assert plan["total"] == plan["weights"] + plan["cache"] + plan["spare"] + plan["drafter"]
+
+
+class TestLayerSkipContract(DrafterContract):
+    options: ClassVar = {"k": 3, "layers": 1, "adaptive": False}
+
+    def provider(self):
+        return provided("layer_skip")
+
+
+class TestDraftModelContract(DrafterContract):
+    def provider(self):
+        return provided("draft_model")
+
+    def model(self, folder):
+        second = save_tiny_model(folder / "second", num_ids=self.num_ids, layers=1, seed=3)
+        self.options = {"k": 3, "model": str(second), "memory": "1MiB", "adaptive": False}
+        return super().model(folder)
+
+
+class TestDraftModelWithControl(TestDraftModelContract):
+    def model(self, folder):
+        found = super().model(folder)
+        self.options = self.options | {"adaptive": True}
+        return found
+
+
+def provided(key):
+    return next(provider for provider in provide_drafters() if provider.key == key)
 
 
 @pytest.fixture(scope="module")

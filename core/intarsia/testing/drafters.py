@@ -28,7 +28,7 @@ from attrs import define, evolve, field
 from intarsia.hookspecs import hookimpl
 from intarsia.protocols import Drafter, DrafterContext, DraftRequest, StepCost, Target, Verified
 from intarsia.testing.tiny import save_tiny_model
-from intarsia.types import Draft, Entered, Provider, Request, SamplingParams, SequenceId
+from intarsia.types import CacheLayout, Draft, Entered, Provider, Request, SamplingParams, SequenceId
 
 __all__ = ["DrafterContract", "WatchedDrafter", "watching"]
 
@@ -51,6 +51,10 @@ class WatchedDrafter(Drafter):
     num_reentered: int = field(default=0, init=False)
     drafted: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
+
+    def num_bytes(self, layout: CacheLayout) -> int:
+        """Pass it on."""
+        return self.inner.num_bytes(layout)
 
     def start(self, target: Target) -> None:
         """Pass it on."""
