@@ -1048,7 +1048,7 @@ def test_composing_reads_no_weights(model, monkeypatch):
     def read(self, out):
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr("intarsia.defaults.safetensors._Tensor.read", read)
+    monkeypatch.setattr("intarsia.checkpoints.SafetensorsTensor.read", read)
     monkeypatch.setattr(TensorCache, "allocate", read)
     assert composed(model).weight_bytes > 0
 

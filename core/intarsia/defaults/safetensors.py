@@ -1,50 +1,18 @@
-"""The loader of Hugging Face folders with safetensors weights, in one file or in shards. Needs no torch to import.
-
-The format: 8 bytes with the header's length, little-endian; the header, a JSON object of tensor -> dtype, shape and
-byte range; the bytes. https://huggingface.co/docs/safetensors
-"""
+"""The loader of Hugging Face folders with safetensors weights, in one file or in shards. Needs no torch to import."""
 
 from __future__ import annotations
 
-import math
-import mmap
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
 
-from attrs import field, frozen
+from attrs import frozen
 
-from intarsia.defaults.huggingface import (
-    ModelFolder,
-    parse_object,
-    read_config,
-    read_index,
-    read_sampling,
-    read_tokenizer,
-)
+from intarsia.checkpoints import INDEX, SINGLE, FolderCheckpoint, ModelFolder, open_tensors, read_config, read_sampling
 from intarsia.errors import CheckpointError
 from intarsia.protocols import LoaderContext
-from intarsia.types import Fit, StoredTensor, TokenizerSpec, Unfit
+from intarsia.types import Fit, Unfit
 
-if TYPE_CHECKING:
-    import torch
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-#: The format's own limit on the header.
-_MAX_HEADER = 100_000_000
-_MAX_DIMS = 8
-#: Bits of one number, for every dtype of the format.
-_BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
-#: The dtypes that can be read, widest first, with torch's names.
-_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-#: Bytes that are converted at a time: small enough for a core's cache, large enough to cost nothing.
-_CHUNK = 1 << 20
 
 
 def fit(context: LoaderContext) -> Fit | Unfit:
@@ -58,12 +26,12 @@ def fit(context: LoaderContext) -> Fit | Unfit:
         names = {entry.name for entry in path.iterdir()}
     except OSError as error:
         return Unfit(f"the folder cannot be listed: {error.strerror}")
-    if not names & {_SINGLE, _INDEX}:
+    if not names & {SINGLE, INDEX}:
         if others := sorted(name for name in names if name.endswith(".safetensors")):
-            return Unfit(f"the folder has {others[0]}, but no {_SINGLE} and no {_INDEX} that lists it")
+            return Unfit(f"the folder has {others[0]}, but no {SINGLE} and no {INDEX} that lists it")
         if pickles := sorted(name for name in names if name.lower().endswith(_PICKLES)):
             return Unfit(_pickled(pickles))
-        return Unfit(f"the folder has no {_SINGLE} and no {_INDEX}")
+        return Unfit(f"the folder has no {SINGLE} and no {INDEX}")
     if "config.json" not in names:
         return Unfit("the folder has no config.json")
     return Fit(50, "a folder with config.json and safetensors")
@@ -87,7 +55,7 @@ class SafetensorsLoader:
 
     path: Path
 
-    def open(self) -> SafetensorsCheckpoint:
+    def open(self) -> FolderCheckpoint:
         """Read the config, and the headers of all shards.
 
         Raises:
@@ -98,177 +66,4 @@ class SafetensorsLoader:
             raise CheckpointError(f"{self.path.name}: {unfit.reason}")
         folder = ModelFolder(self.path)
         config = read_config(folder)
-        return SafetensorsCheckpoint(folder, config, _tensors(folder), read_sampling(folder))
-
-
-@frozen
-class SafetensorsCheckpoint:
-    """An open folder: its config, and tensors that are read on demand."""
-
-    folder: ModelFolder
-    config: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-    sampling: Mapping[str, Any] = field(factory=dict)
-
-    @property
-    def dtype(self) -> str:
-        """The widest floating dtype among the tensors."""
-        stored = {tensor.format for tensor in self.tensors.values()}
-        return next((name for kind, name in _FLOATS.items() if kind in stored), "float32")
-
-    @property
-    def keeps_weights(self) -> bool:
-        """Quantized folders were made to be run as they are."""
-        return True
-
-    def tokenizer(self) -> TokenizerSpec | None:
-        """Return the tokenizer, or None where the folder has none; raise CheckpointError where it is malformed."""
-        return read_tokenizer(self.folder, self.config)
-
-
-@frozen(eq=False)
-class _Shard:
-    """One file, mapped into memory read-only: its pages are the file's own, and no anonymous memory."""
-
-    name: str
-    path: Path
-    map: mmap.mmap = field(repr=False)
-
-    def check_size(self) -> None:
-        """Raise CheckpointError where the file has shrunk since: reading past its end would kill the process."""
-        if self.path.stat().st_size < len(self.map):
-            raise CheckpointError(f"{self.name} was cut short while it was in use")
-
-
-@frozen(eq=False)
-class _Tensor:
-    """A tensor of a shard, at `offset` bytes from its start."""
-
-    name: str
-    shape: tuple[int, ...]
-    format: str
-    num_bytes: int
-    offset: int
-    shard: _Shard
-
-    def read(self, out: torch.Tensor) -> None:
-        """Copy the values into `out`, converted to its dtype, a chunk at a time.
-
-        Raises:
-            CheckpointError: the tensor is not stored as floats, or its file has shrunk.
-        """
-        import numpy as np
-        import torch
-
-        assert tuple(out.shape) == self.shape, f"{self.name}: {tuple(out.shape)} is not {self.shape}"
-        if self.format not in _FLOATS:
-            raise CheckpointError(
-                f"{self.shard.name}: tensor {self.name!r} is stored as {self.format}; readable are {', '.join(_FLOATS)}"
-            )
-        self.shard.check_size()
-        if not self.num_bytes:
-            return
-        target = out.view(-1) if out.is_contiguous() else out
-        row_bytes = self.num_bytes // target.shape[0]
-        rows = max(1, _CHUNK // row_bytes)
-        # Not torch.empty: its aligned blocks leave holes on glibc's heap that the next of the same size does not fit.
-        scratch = np.empty(min(rows, target.shape[0]) * row_bytes, np.uint8)
-        for start in range(0, target.shape[0], rows):
-            part = target[start : start + rows]
-            size = part.shape[0] * row_bytes
-            source = np.frombuffer(self.shard.map, np.uint8, size, self.offset + start * row_bytes)
-            scratch[:size] = source
-            part.copy_(torch.from_numpy(scratch[:size]).view(getattr(torch, _FLOATS[self.format])).view(part.shape))
-
-
-def _tensors(folder: ModelFolder) -> dict[str, StoredTensor]:
-    """Return the tensors of all shards. As in transformers, a single file goes before an index."""
-    if (path := folder.find(_SINGLE)) is not None:
-        return dict(_open_shard(_SINGLE, path))
-    weight_map = read_index(folder, _INDEX)
-    if weight_map is None:
-        raise CheckpointError(f"the folder has no {_SINGLE} and no {_INDEX}")
-    tensors: dict[str, StoredTensor] = {}
-    owners: dict[str, str] = {}
-    for shard, path in _shards(folder, weight_map).items():
-        for name, tensor in _open_shard(shard, path).items():
-            if name in owners:
-                raise CheckpointError(f"tensor {name!r} is in two shards: {owners[name]} and {shard}")
-            tensors[name], owners[name] = tensor, shard
-    for name, shard in weight_map.items():
-        if owners.get(name) != shard:
-            raise CheckpointError(f"{_INDEX}: tensor {name!r} is not in {shard}, where the index says it is")
-    return tensors
-
-
-def _shards(folder: ModelFolder, weight_map: Mapping[str, Any]) -> dict[str, Path]:
-    """Return each shard that an index names, once every entry is known to be safe."""
-    shards: dict[str, Path] = {}
-    for name, shard in weight_map.items():
-        if isinstance(shard, str) and shard in shards:
-            continue
-        asked_by = f"{_INDEX}: the entry of {name!r:.200}"
-        path = folder.find(shard, asked_by)
-        if not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{asked_by}: {shard!r:.200} is not a .safetensors file")
-        if path is None:
-            raise CheckpointError(f"{asked_by}: {shard!r:.200} is missing from the model's folder")
-        shards[shard] = path
-    return shards
-
-
-def _open_shard(name: str, path: Path) -> dict[str, _Tensor]:
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
-                raise CheckpointError(
-                    f"{name}: no safetensors file, or cut short: it has {size} bytes and says that {length} are header"
-                )
-            header = parse_object(file.read(length), f"{name}, header")
-            shard = _Shard(name, path, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from None
-    header.pop("__metadata__", None)
-    start = 8 + length
-    tensors = {key: _tensor(key, entry, shard, start, size - start) for key, entry in header.items()}
-    _check_ranges(name, tensors.values(), start, size)
-    return tensors
-
-
-def _tensor(name: str, entry: Any, shard: _Shard, start: int, data_size: int) -> _Tensor:
-    """Read one entry of a header, which may hold anything."""
-    where = f"{shard.name}: tensor {name!r:.200}"
-    if not isinstance(entry, dict):
-        raise CheckpointError(f"{where} is described by {entry!r:.200}, not by dtype, shape and data_offsets")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        raise CheckpointError(f"{where} has the dtype {dtype!r:.200}, which is not one of the format's")
-    if not _sizes(shape) or len(shape) > _MAX_DIMS:
-        raise CheckpointError(f"{where} has the shape {shape!r:.200}, not up to {_MAX_DIMS} whole numbers")
-    if not _sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= data_size:
-        raise CheckpointError(
-            f"{where} has the byte range {offsets!r:.200}, not one within the {data_size} that follow"
-        )
-    bits, num_bytes = math.prod(shape) * _BITS[dtype], offsets[1] - offsets[0]
-    if bits != num_bytes * 8:
-        raise CheckpointError(f"{where} has {num_bytes} bytes; {dtype} of shape {shape!r:.200} takes {bits / 8:g}")
-    return _Tensor(name, tuple(shape), dtype, num_bytes, start + offsets[0], shard)
-
-
-def _sizes(value: Any) -> TypeGuard[list[int]]:
-    """Whether a value is a list of whole numbers from 0, each below 2**63."""
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
-
-
-def _check_ranges(name: str, tensors: Iterable[_Tensor], start: int, size: int) -> None:
-    """Check that the tensors lie end to end and fill the file, as the format demands: no overlap, nothing hidden."""
-    end, before = start, "the header"
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
-        if tensor.offset != end:
-            how = "overlaps" if tensor.offset < end else "leaves a gap after"
-            raise CheckpointError(f"{name}: tensor {tensor.name!r} {how} {before}")
-        end, before = end + tensor.num_bytes, f"tensor {tensor.name!r}"
-    if end != size:
-        raise CheckpointError(f"{name}: {size - end} bytes after {before} belong to no tensor")
+        return FolderCheckpoint(folder, config, open_tensors(folder), read_sampling(folder))
