@@ -15,6 +15,7 @@ from intarsia_gguf.config import MAX_EXPERTS, read_config, read_heads, read_samp
 from intarsia_gguf.header import read_header
 from intarsia_gguf.metadata import Metadata
 from intarsia_gguf.rope import DIVISORS, LONG, SHORT, read_rope_tensors
+from intarsia_gguf.stored import stored
 from intarsia_gguf.tensors import GgufTensor, stored_tensors
 from intarsia_gguf.tokenizer import check_tokenizer, read_tokenizer
 
@@ -76,4 +77,4 @@ class GgufLoader:
             # What they say is in the config by now.
             tensors.pop(name, None)
         check_tokenizer(metadata)
-        return GgufCheckpoint(metadata, config, tensors)
+        return GgufCheckpoint(metadata, config, {name: stored(tensor) for name, tensor in tensors.items()})

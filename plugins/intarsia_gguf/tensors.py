@@ -71,41 +71,52 @@ class GgufTensor:
         """
         import torch
 
-        if self.data.size() < self.info.offset + self.info.num_bytes:
-            # The system would end the process that reads a map past the end of its file.
-            raise CheckpointError(f"{self.path}: the file was cut short while it was open; {self.info.name!r} is gone")
+        self.check_there()
         assert tuple(out.shape) == self.shape, f"{self.name}: {tuple(out.shape)} is not {self.shape}"
         target = out.t() if self.transposed else out
-        row_elements = math.prod(self.rows[1:])
-        # Blocks hold whole groups (of a vector, rows are single elements) and whole heads.
-        step = self.info.format.group if len(self.rows) == 1 else 1
-        step = math.lcm(step, self.head_dim or 1)
-        num_rows = max(1, BLOCK_ELEMENTS // (row_elements * step)) * step
-        for start in range(0, self.rows[0], num_rows):
-            stop = min(start + num_rows, self.rows[0])
-            values = self._dequantize(self.first + start * row_elements, self.first + stop * row_elements)
+        for start, stop in self.blocks():
+            values = self.info.format.dequantize(self.raw(start, stop).reshape(-1))
             block = torch.from_numpy(values).view(stop - start, *self.rows[1:])
             if self.shift:
                 block += self.shift
-            if self.head_dim is None:
-                target[start:stop].copy_(block)
-            else:
-                _copy_in_halves(target[start:stop], block, self.head_dim)
+            place_rows(target[start:stop], block, self.head_dim)
 
-    def _dequantize(self, start: int, stop: int) -> np.ndarray:
-        """Return the elements from `start` to `stop` of the tensor as it lies in the file, float32 and writable."""
-        fmt = self.info.format
-        offset = self.info.offset + fmt.num_bytes(start)
+    def check_there(self) -> None:
+        """Raise CheckpointError if the file has become shorter since it was opened.
+
+        The system would end the process that reads a map past the end of its file.
+        """
+        if self.data.size() < self.info.offset + self.info.num_bytes:
+            raise CheckpointError(f"{self.path}: the file was cut short while it was open; {self.info.name!r} is gone")
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Give the rows that are read at a time, from and to: of whole groups (a vector's rows are single elements)
+        and of whole heads.
+        """
+        step = self.info.format.group if len(self.rows) == 1 else 1
+        step = math.lcm(step, self.head_dim or 1)
+        num_rows = max(1, BLOCK_ELEMENTS // (math.prod(self.rows[1:]) * step)) * step
+        for start in range(0, self.rows[0], num_rows):
+            yield start, min(start + num_rows, self.rows[0])
+
+    def raw(self, start: int, stop: int) -> np.ndarray:
+        """Return the bytes of these rows as they lie in the file, one group a row, uint8 and writable."""
+        fmt, columns = self.info.format, math.prod(self.rows[1:])
+        offset = self.info.offset + fmt.num_bytes(self.first + start * columns)
         # A slice of the map is a copy: torch wants memory it may write to, and no view keeps the map from closing.
-        raw = bytearray(self.data[offset : offset + fmt.num_bytes(stop - start)])
-        return fmt.dequantize(np.frombuffer(raw, dtype=np.uint8))
+        raw = bytearray(self.data[offset : offset + fmt.num_bytes((stop - start) * columns)])
+        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, fmt.group_bytes)
 
 
-def _copy_in_halves(target: torch.Tensor, block: torch.Tensor, head_dim: int) -> None:
-    """Undo llama.cpp's order of rows within heads: rows 2i and 2i+1 of a head become rows i and i + head_dim / 2.
+def place_rows(target: torch.Tensor, block: torch.Tensor, head_dim: int | None) -> None:
+    """Copy rows, and undo llama.cpp's order of rows within heads where there is one.
 
-    Inverse of `permute` in llama.cpp's convert_hf_to_gguf.py.
+    Rows 2i and 2i+1 of a head become rows i and i + head_dim / 2: inverse of `permute` in llama.cpp's
+    convert_hf_to_gguf.py.
     """
+    if head_dim is None:
+        target.copy_(block)
+        return
     halves = target.unflatten(0, (-1, 2, head_dim // 2))  # type: ignore[no-untyped-call]
     pairs = block.unflatten(0, (-1, head_dim // 2, 2))  # type: ignore[no-untyped-call]
     for part in (0, 1):

@@ -43,6 +43,7 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     edit: Callable[[Tensors], Tensors] | None = None,
     q8_0: bool = False,
+    stored: Mapping[str, tuple[Kind, np.ndarray]] | None = None,
 ) -> Tensors:
     """Write the checkpoint in `folder` as a GGUF file; return what the file means, by transformers' names.
 
@@ -52,11 +53,17 @@ def write_gguf(
         metadata: keys, without their prefix, to be changed; None leaves one out.
         edit: changes the tensors of the file, by GGUF's names.
         q8_0: quantize what can be.
+        stored: type and bytes, a row each, of tensors that are quantized already, by transformers' names.
     """
     config = json.loads((folder / "config.json").read_text())
     theirs = load_file(folder / "model.safetensors")
     ours, means = {}, {}
+    stored = stored or {}
     for name, values in theirs.items():
+        if name in stored:
+            kind, raw = stored[name]
+            means[name], ours[name] = gguf.dequantize(raw, kind), _converted(name, raw, config)
+            continue
         linear = config["model_type"] == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
         values = np.ascontiguousarray(values.T) if linear else values
         if q8_0 and _is_quantized(name, values):
@@ -64,6 +71,7 @@ def write_gguf(
         means[name] = np.ascontiguousarray(values.T) if linear else values
         ours[name] = _converted(name, values, config)
     tensors = _named(ours, config)
+    kinds = {name: stored[theirs][0] for theirs in stored for name in _named({theirs: ours[theirs]}, config)}
     tensors |= _rope_factors(config)
     tensors = edit(tensors) if edit else tensors
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
@@ -72,7 +80,9 @@ def write_gguf(
             _add(writer, f"{writer.arch}.{key}", value)
     writer.add_tokenizer_model("none")
     for name, values in tensors.items():
-        if q8_0 and _is_quantized(name, values):
+        if name in kinds:
+            writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=kinds[name])
+        elif q8_0 and _is_quantized(name, values):
             writer.add_tensor(name, gguf.quantize(values, Kind.Q8_0), raw_dtype=Kind.Q8_0)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))

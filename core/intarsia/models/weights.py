@@ -74,12 +74,15 @@ def check_tensors(checkpoint: Checkpoint, weight_map: WeightMap) -> None:
 def keep_stored(weight_map: WeightMap, checkpoint: Checkpoint, quantizers: Sequence[Quantizer]) -> WeightMap:
     """Return the map with those sources marked that can stay in the format of their files.
 
-    A source that a quantizer takes is read as floats. So is one whose tensors have no format in common, and one that
-    the model has otherwise than the files: transposed, or with an offset.
+    A source that a quantizer takes is read as floats. So are routers and positions, which quantizers leave alone too,
+    one whose tensors have no format in common, and one that the model has otherwise than the files: transposed, or with
+    an offset.
     """
     tensors = {
         name: source
-        if any(quantizer.accepts(name, source.shape) for quantizer in quantizers)
+        if name == POSITIONS
+        or name.endswith(".router.weight")
+        or any(quantizer.accepts(name, source.shape) for quantizer in quantizers)
         else evolve(source, kept=_stored_format(checkpoint, source))
         for name, source in weight_map.tensors.items()
     }
