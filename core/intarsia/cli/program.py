@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from intarsia.cli.calibrate import calibrate
 from intarsia.cli.chat import chat
 from intarsia.cli.explain import explain
 from intarsia.cli.generate import generate
@@ -128,3 +129,4 @@ program.add_command(chat)
 program.add_command(plugins)
 program.add_command(explain)
 program.add_command(serve)
+program.add_command(calibrate)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -31,6 +32,16 @@ class InputStatistics:
     largest: torch.Tensor
     mean_square: torch.Tensor
     sample: torch.Tensor
+
+    def is_whole(self) -> bool:
+        """Whether shapes agree, and all numbers are finite."""
+        tensors = (self.largest, self.mean_square, self.sample)
+        columns = self.largest.shape[-1:]
+        return (
+            [tensor.dim() for tensor in tensors] == [1, 1, 2]
+            and all(tensor.shape[-1:] == columns and tensor.is_floating_point() for tensor in tensors)
+            and all(bool(tensor.isfinite().all()) for tensor in tensors)
+        )
 
 
 @frozen(eq=False)
@@ -66,13 +77,21 @@ class Calibration:
         return found
 
     def save(self, path: Path) -> None:
-        """Write the file."""
+        """Write the file: all of it, or nothing where that fails. One that is there is replaced."""
         tensors = {
             f"{name}.{key}": getattr(found, key).contiguous()
             for name, found in self.inputs.items()
             for key in ("largest", "mean_square", "sample")
         }
-        save_file(tensors, path, {"format": KIND, "model": self.model, "tokens": str(self.num_tokens)})
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.touch()
+            mode = unfinished.stat().st_mode  # as the user's other files have it; safetensors makes private ones
+            save_file(tensors, unfinished, {"format": KIND, "model": self.model, "tokens": str(self.num_tokens)})
+            unfinished.chmod(mode)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def open(cls, path: Path, where: str) -> Calibration:
@@ -99,5 +118,12 @@ class Calibration:
             }
         except KeyError as error:
             raise ConfigError(f"{where}: {str(path)!r} lacks the tensor {error}", field=where) from None
+        for linear, found in inputs.items():
+            if not found.is_whole():
+                raise ConfigError(
+                    f"{where}: {str(path)!r} holds statistics of {linear!r} that are malformed: of other shapes than "
+                    "(C,), (C,) and (M, C), or not finite",
+                    field=where,
+                )
         tokens = metadata.get("tokens", "")
         return cls(inputs, metadata.get("model", ""), int(tokens) if tokens.isdecimal() else 0)
