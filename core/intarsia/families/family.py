@@ -36,9 +36,7 @@ class Family:
         """Return the model; raise CheckpointError for what the family does not know."""
         fields = Fields(config)
         if fields.has("quantization_config"):
-            raise fields.wrong(
-                "quantization_config", "absent; quantized Hugging Face checkpoints are not supported yet"
-            )
+            raise fields.wrong("quantization_config", "absent; model.loader = 'quantized' reads what it describes")
         architectures = fields.get("architectures", ())
         known = isinstance(architectures, list | tuple) and all(isinstance(name, str) for name in architectures)
         if not known or (architectures and not any(name.endswith(self.model_class) for name in architectures)):
