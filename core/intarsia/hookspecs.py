@@ -90,7 +90,7 @@ KINDS: tuple[Kind, ...] = (
         part=protocols.Quantizer,
         context=protocols.PartContext,
         then="Each weight that it accepts is quantized right after it is read, in the order of the list.",
-        example='quantizer = ["sparse24", "int8"]',
+        example='quantizer = { use = "sparse24", values = "int8" }',
         many=True,
         optional=True,
     ),
