@@ -16,7 +16,7 @@ from intarsia.errors import CheckpointError, CompositionError, ConfigError
 from intarsia.executor import LocalExecutor
 from intarsia.plugins import Registry
 from intarsia.protocols import Parts, Progress
-from intarsia.types import NONE, Choice, EngineConfig, Row, Want
+from intarsia.types import AUTO, NONE, Choice, EngineConfig, Row, Want
 
 if TYPE_CHECKING:
     import torch
@@ -41,19 +41,30 @@ class ComposedModel:
     executor: LocalExecutor
 
     @classmethod
-    def compose(cls, config: EngineConfig, plugins: Mapping[str, object] | Sequence[object] = ()) -> ComposedModel:
+    def compose(
+        cls,
+        config: EngineConfig,
+        plugins: Mapping[str, object] | Sequence[object] = (),
+        *,
+        shares_device: bool = False,
+    ) -> ComposedModel:
         """Choose and check its parts; weights load in `start`. A drafter, which changes no logits, is left out.
 
         Args:
             config: of the engine that would run it.
             plugins: plugins of this process, besides those that are installed.
+            shares_device: whether other models are to run beside it: then a cache of no given size holds one sequence
+                of `max_model_len` tokens.
 
         Raises:
             IntarsiaError: as of `compose`.
             CompositionError: the executor is none of this process.
         """
         config = evolve(config, drafter=Choice(NONE))
-        parts = compose(config, Registry.discover(config.engine.plugins, plugins))
+        registry = Registry.discover(config.engine.plugins, plugins)
+        parts = compose(config, registry)
+        if shares_device and config.cache.options.get("memory", AUTO) == AUTO:
+            parts = compose(_with_memory(config, _sequence_bytes(parts)), registry)
         if not isinstance(parts.executor, LocalExecutor):
             key = parts.selection("executor").provider.key
             raise CompositionError(
@@ -134,3 +145,15 @@ def _pieces(first: int, stop: int, size: int) -> list[tuple[int, int]]:
     """Cut 0..first and first..stop into pieces of a size at most."""
     before = [(start, min(start + _MOST, first)) for start in range(0, first, _MOST)]
     return before + [(start, min(start + size, stop)) for start in range(first, stop, size)]
+
+
+def _sequence_bytes(parts: Parts) -> int:
+    """Return what the cache of one sequence of max_model_len takes."""
+    max_len = parts.engine.max_model_len
+    assert max_len is not None
+    return -(-max_len // parts.layout.page_size) * parts.layout.page_bytes
+
+
+def _with_memory(config: EngineConfig, num_bytes: int) -> EngineConfig:
+    options = {**config.cache.options, "memory": str(num_bytes)}
+    return evolve(config, cache=evolve(config.cache, options=options))

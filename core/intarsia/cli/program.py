@@ -10,16 +10,18 @@ import click
 
 from intarsia.cli.calibrate import calibrate
 from intarsia.cli.chat import chat
+from intarsia.cli.evaluate import evaluate
 from intarsia.cli.explain import explain
 from intarsia.cli.generate import generate
 from intarsia.cli.plugins import plugins
 from intarsia.cli.serve import serve
 from intarsia.cli.terminal import warn
+from intarsia.config import load_config
 from intarsia.errors import IntarsiaError, PluginError, did_you_mean
 from intarsia.hookspecs import PROJECT
 from intarsia.plugins import Offer, Registry
-from intarsia.protocols import Context
-from intarsia.types import PluginsOptions
+from intarsia.protocols import CommandContext, Parts
+from intarsia.types import EngineConfig, PluginsOptions
 
 
 class _Program(click.Group):
@@ -98,7 +100,8 @@ def _installed() -> list[str]:
 def _build(offer: Offer) -> click.Command:
     provider = offer.provider
     try:
-        command: Any = provider.build(Context(options=provider.options())).command()
+        context = CommandContext(options=provider.options(), load_config=load_config, compose=_compose)
+        command: Any = provider.build(context).command()
     except IntarsiaError:
         raise
     except Exception as error:
@@ -108,6 +111,12 @@ def _build(offer: Offer) -> click.Command:
     if not isinstance(command, click.Command):
         raise PluginError(f"{offer.plugin}: command {provider.key!r} is {command!r}, not a click command")
     return command
+
+
+def _compose(config: EngineConfig) -> Parts:
+    from intarsia.compose import compose
+
+    return compose(config, Registry.discover(config.engine.plugins))
 
 
 def _debug(_: click.Context, __: click.Parameter, value: bool) -> None:
@@ -130,3 +139,4 @@ program.add_command(plugins)
 program.add_command(explain)
 program.add_command(serve)
 program.add_command(calibrate)
+program.add_command(evaluate)
