@@ -54,6 +54,7 @@ __all__ = [
     "CacheContext",
     "CacheStorage",
     "Command",
+    "CommandContext",
     "Context",
     "DraftRequest",
     "Drafter",
@@ -252,6 +253,20 @@ class FrontendContext(Context):
 
     config: EngineConfig
     start_engine: Callable[[], EngineHandle]
+
+
+@frozen(kw_only=True)
+class CommandContext(Context):
+    """For commands.
+
+    Attributes:
+        load_config: reads a config, `load_config(file or mapping, overrides)`, as the options -c and -o do.
+        compose: chooses and checks the parts of a config's engine, over the plugins that are installed; loads no
+            weights. Raises as an engine does.
+    """
+
+    load_config: Callable[..., EngineConfig]
+    compose: Callable[[EngineConfig], Parts]
 
 
 # --- model files and weights ------------------------------------------------------------------------------------------

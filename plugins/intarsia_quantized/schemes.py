@@ -20,6 +20,8 @@ from intarsia.families import Fields
 PACKED, INTEGERS = "pack-quantized", ("int-quantized", "naive-quantized")
 _FORMATS = {PACKED: "weight_packed", **dict.fromkeys(INTEGERS, "weight")}
 _MIXED = "mixed-precision"
+#: Our own part of a config: the groups whose activations may be rounded, though their format leaves them in floats.
+MARK = "intarsia_activations"
 #: Orders of columns: these leave them where they are, and the others permute them.
 _ACTORDERS = {"weight": False, "static": False, "group": True, "dynamic": True}
 _MAX_GROUPS, _MAX_GROUP_SIZE = 1024, 1 << 20
@@ -69,7 +71,9 @@ class Schemes:
         ignored = fields.get("ignore", [])
         if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
             raise fields.wrong("ignore", "a list of names")
-        return cls(tuple(_scheme(groups.table(name), form) for name in groups.values), frozenset(ignored))
+        rounded = fields.table(MARK)
+        schemes = (_scheme(groups.table(name), form, rounds=rounded.has(name)) for name in groups.values)
+        return cls(tuple(schemes), frozenset(ignored))
 
     def of(self, module: str, fitting: Sequence[Scheme]) -> Scheme:
         """Return a module's scheme, out of those that fit its tensors.
@@ -102,7 +106,7 @@ def _form(fields: Fields, known: Sequence[str]) -> str:
     return form
 
 
-def _scheme(fields: Fields, form: str) -> Scheme:
+def _scheme(fields: Fields, form: str, *, rounds: bool) -> Scheme:
     form = _form(fields, tuple(_FORMATS)) if fields.has("format") else form
     if form == _MIXED:
         raise CheckpointError(f"config: {fields.prefix}format is missing, and the folder's format is {_MIXED!r}")
@@ -115,7 +119,7 @@ def _scheme(fields: Fields, form: str) -> Scheme:
         raise fields.wrong("weights", "an object: modules that only round activations are not read")
     return Scheme(
         targets=tuple(targets),
-        activations=_activations(fields.table("input_activations")),
+        activations="int8" if rounds else _activations(fields.table("input_activations")),
         holder=_FORMATS[form],
         **_weights(fields.table("weights")),
     )
