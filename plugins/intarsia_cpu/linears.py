@@ -5,13 +5,17 @@
 | `dense` float32 | float32 | one chain of fused multiply-adds an output |
 | `dense` bfloat16 | bfloat16 | as above, sums in fp32 |
 | `int8` | int8, a scale a token and 64 columns | exact int32 sums a group, then the scales |
-| `int4_g*` | int8, a scale a token and group | exact int32 sums a group, then the scales |
+| `int8_g*`, `int4_g*` | int8, a scale a token and group, of 64 columns at most | as above, with the group's scale |
+| `int8_a16`, `int8_g*_a16`, `int4_g*_a16` | as they come | fp32 sums a group or a row, then the scale |
+
+Activations that stay floats are bfloat16 in bfloat16 engines on machines with dot products of them, else float32.
+`intarsia.quantizing.integers` describes the formats; an `input_scale` multiplies rows while they are made ready.
 
 A packed weight (format `cpu`) has `panels`, int32 words (panels, steps, 48): the words of 48 outputs lie side by side,
-step by step along the columns. `scales` and `zeros` lie as the header `src/activations.h` says. Packing moves bits and
-computes nothing, so a packed weight can be unpacked.
+step by step along the columns. `scales`, `zeros` and `mins` lie as the header `src/activations.h` says. Packing moves
+bits and computes nothing, so a packed weight can be unpacked.
 
-Shape legend: T tokens, C in features, N out features.
+Shape legend: T tokens, C in features, N out features, G groups.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from torch.nn import functional
 from intarsia.errors import CompositionError
 from intarsia.ops import linear as reference
 from intarsia.protocols import Kernel
+from intarsia.quantizing.integers import FORMATS as INTEGER_FORMATS
+from intarsia.quantizing.integers import IntegerFormat
 from intarsia.types import Invariance, Weight, WeightFormat, dense
 from intarsia_cpu import build as kernels
 
@@ -35,24 +41,27 @@ GROUP = 64
 #: Name of the packed format.
 PACKED = "cpu"
 FP32, BF16, INT8, INT4 = range(4)
-#: Weight format -> the columns that share a weight scale.
-INT4_GROUPS = {f"int4_g{group}{zero}": group for group in (32, 64, 128) for zero in ("", "_zero")}
+#: `linear::Numbers`.
+_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+#: Names of the weight formats that are read.
+FORMATS = frozenset({"dense", *(layout.name for layout in INTEGER_FORMATS)})
+#: The same in words.
+FORMATS_READ = "dense, and int8* and int4* with scales a row or a group, zero points or minima"
 _BITWISE: dict[str, Invariance] = {"float32": "bitwise", "bfloat16": "bitwise"}
+#: A packed weight's names for tensors of one number an output and group, or an output.
+_SCALES = {"scales": "scale", "zeros": "zero", "mins": "min"}
+#: Which of a word's eight columns each of its nibbles holds, from the lowest bits on: of int8 rows, which have the low
+#: nibbles of four bytes against the first four columns; of float rows, which come in pairs.
+_NIBBLES = {torch.int8: (0, 4, 1, 5, 2, 6, 3, 7), None: (0, 2, 4, 6, 1, 3, 5, 7)}
 
 
 class LinearStruct(ctypes.Structure):
     """`linear::Linear`: a packed layer. Its pointers are borrowed from a packed weight's tensors."""
 
     _fields_ = (
-        ("format", ctypes.c_int32),
-        ("gated", ctypes.c_int32),
-        ("outs", ctypes.c_int64),
-        ("ins", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("panels", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("zeros", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("format", "gated", "activations", "scale_type", "min_type", "unused")),
+        *((name, ctypes.c_int64) for name in ("outs", "ins", "group", "groups_a_scale")),
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "zeros", "mins", "bias", "input_scale")),
     )
 
 
@@ -76,14 +85,37 @@ class Packed:
     Attributes:
         source: the format it was packed from.
         kind: FP32, BF16, INT8 or INT4.
-        group: columns that share an activation scale; 0 where activations have none.
         name: the same for all, whatever they were packed from.
     """
 
     source: WeightFormat
     kind: int
-    group: int = 0
     name: str = PACKED
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it was packed from whole numbers."""
+        return isinstance(self.source, IntegerFormat)
+
+    @property
+    def keeps_floats(self) -> bool:
+        """Whether activations stay floats."""
+        return not isinstance(self.source, IntegerFormat) or self.source.activations == "float"
+
+    @property
+    def group(self) -> int:
+        """Columns whose products are summed and scaled apart; 0 where that is the whole row."""
+        if not isinstance(self.source, IntegerFormat):
+            return 0
+        if self.source.activations == "float":
+            return self.source.group or 0
+        return min(GROUP, self.source.group or GROUP)
+
+    @property
+    def groups_a_scale(self) -> int:
+        """Of such groups, how many share a weight scale; 0 where there is one an output."""
+        layout = self.source
+        return layout.group // self.group if isinstance(layout, IntegerFormat) and layout.group else 0
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         """Return the weight (N, C) that was packed, as its own format dequantizes it."""
@@ -129,10 +161,8 @@ def pack(weight: Weight) -> Weight:
     """
     if weight.format.name == "dense":
         return _pack_dense(weight)
-    if weight.format.name == "int8":
-        return _pack_int8(weight)
-    if weight.format.name in INT4_GROUPS:
-        return _pack_int4(weight)
+    if isinstance(weight.format, IntegerFormat):
+        return _pack_integers(weight, weight.format)
     raise CompositionError(f"the CPU kernels do not read weights in the format {weight.format.name!r}")
 
 
@@ -146,29 +176,42 @@ def _pack_dense(weight: Weight) -> Weight:
     return Weight(Packed(weight.format, BF16 if is_bf16 else FP32), {"panels": panels}, weight.shape)
 
 
-def _pack_int8(weight: Weight) -> Weight:
+def _pack_integers(weight: Weight, layout: IntegerFormat) -> Weight:
     outs, ins = weight.shape
-    offset = weight.tensors["weight"].view(torch.uint8) ^ 128  # q + 128
-    scales = functional.pad(weight.tensors["scale"].float(), (0, -outs % PANEL))
-    tensors = {"panels": _panels(_words(offset, _round_up(ins, GROUP))), "scales": scales.contiguous()}
-    return Weight(Packed(weight.format, INT8, GROUP), tensors, weight.shape)
+    packed = Packed(layout, INT8 if layout.bits == 8 else INT4)
+    numbers, columns = weight.tensors["weight"], _round_up(ins, 32 // layout.bits)
+    if layout.bits == 4:
+        words = _nibble_words(numbers, columns, packed)
+    else:
+        words = _words(numbers if packed.keeps_floats else numbers.view(torch.uint8) ^ 128, columns)  # q + 128
+    tensors = {"panels": _panels(words)}
+    for name, source in _SCALES.items():
+        if source in weight.tensors:
+            scales = weight.tensors[source]
+            tensors[name] = _panels(scales[:, None] if scales.dim() == 1 else scales)
+    if "input_scale" in weight.tensors:
+        tensors["input_scale"] = weight.tensors["input_scale"].float().contiguous()
+    return Weight(packed, tensors, (outs, ins))
 
 
-def _pack_int4(weight: Weight) -> Weight:
-    outs, ins = weight.shape
-    weight_group = INT4_GROUPS[weight.format.name]
-    group = min(GROUP, weight_group)
-    columns = _round_up(ins, group)
-    pairs = weight.tensors["weight"]
+def _order(packed: Packed) -> tuple[int, ...]:
+    return _NIBBLES[None if packed.keeps_floats else torch.int8]
+
+
+def _nibble_words(pairs: torch.Tensor, columns: int, packed: Packed) -> torch.Tensor:
+    """Return (N, columns / 8) words of two numbers a byte, of which even columns are the low halves."""
     pairs = functional.pad(pairs, (0, columns // 2 - pairs.shape[1]))
-    # Eight columns a word: 0 to 3 in the low nibbles of its bytes, 4 to 7 in the high ones.
-    numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(outs, columns // 8, 2, 4)
-    words = (numbers[:, :, 0] | (numbers[:, :, 1] << 4)).contiguous().view(torch.int32).view(outs, columns // 8)
-    of_group = torch.arange(columns // group) * group // weight_group
-    tensors = {"panels": _panels(words), "scales": _panels(weight.tensors["scale"].bfloat16()[:, of_group])}
-    if "zero" in weight.tensors:
-        tensors["zeros"] = _panels(weight.tensors["zero"][:, of_group])
-    return Weight(Packed(weight.format, INT4, group), tensors, weight.shape)
+    numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(pairs), -1, 8)[:, :, list(_order(packed))]
+    return (numbers[..., 0::2] | (numbers[..., 1::2] << 4)).contiguous().view(torch.int32).flatten(1)
+
+
+def _nibble_pairs(words: torch.Tensor, ins: int, packed: Packed) -> torch.Tensor:
+    """Return what `_nibble_words` was given."""
+    octets = words.view(torch.uint8).view(len(words), -1, 4)
+    numbers = torch.stack((octets & 15, octets >> 4), dim=-1).view(len(words), -1, 8)
+    order = _order(packed)
+    numbers = numbers[:, :, [order.index(column) for column in range(8)]].flatten(1)[:, : _round_up(ins, 2)]
+    return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
 
 
 def unpack(weight: Weight) -> Weight:
@@ -176,19 +219,21 @@ def unpack(weight: Weight) -> Weight:
     packed, (outs, ins) = weight.format, weight.shape
     assert isinstance(packed, Packed)
     words = _rows(weight.tensors["panels"], outs).contiguous()
-    if packed.kind in {FP32, BF16}:
+    if not packed.is_integer:
         dtype = torch.float32 if packed.kind == FP32 else torch.bfloat16
         return dense(words.view(dtype)[:, :ins].contiguous())
-    if packed.kind == INT8:
-        numbers = (words.view(torch.uint8)[:, :ins] ^ 128).view(torch.int8).contiguous()
-        return Weight(packed.source, {"weight": numbers, "scale": weight.tensors["scales"][:outs]}, weight.shape)
-    octets = words.view(torch.uint8).view(outs, -1, 1, 4)
-    numbers = torch.cat((octets & 15, octets >> 4), dim=2).view(outs, -1)[:, : _round_up(ins, 2)]
-    pairs = (numbers[:, 0::2] | (numbers[:, 1::2] << 4)).contiguous()
-    step = max(1, INT4_GROUPS[packed.source.name] // packed.group)
-    tensors = {"weight": pairs, "scale": _rows(weight.tensors["scales"], outs)[:, ::step].contiguous()}
-    if "zeros" in weight.tensors:
-        tensors["zero"] = _rows(weight.tensors["zeros"], outs)[:, ::step].contiguous()
+    if packed.kind == INT4:
+        numbers = _nibble_pairs(words, ins, packed)
+    else:
+        octets = words.view(torch.uint8)[:, :ins]
+        numbers = (octets if packed.keeps_floats else octets ^ 128).contiguous().view(torch.int8)
+    tensors = {"weight": numbers}
+    for name, source in _SCALES.items():
+        if name in weight.tensors:
+            scales = _rows(weight.tensors[name], outs)
+            tensors[source] = scales.contiguous() if packed.groups_a_scale else scales.flatten()
+    if "input_scale" in weight.tensors:
+        tensors["input_scale"] = weight.tensors["input_scale"]
     return Weight(packed.source, tensors, weight.shape)
 
 
@@ -199,33 +244,46 @@ def interleave(weight: Weight) -> Weight:
     """
     packed = weight.format
     assert isinstance(packed, Packed)
-    tensors = {name: _paired(tensor, weight.shape[0]) for name, tensor in weight.tensors.items()}
+    tensors = {
+        name: tensor if name == "input_scale" else _paired(tensor, weight.shape[0])
+        for name, tensor in weight.tensors.items()
+    }
     return Weight(packed, tensors, weight.shape)
 
 
 def _paired(panels: torch.Tensor, outs: int) -> torch.Tensor:
-    flat = panels.dim() == 1  # one number an output
-    rows = panels[:outs, None] if flat else _rows(panels, outs)
+    rows = _rows(panels, outs)
     gate, up = (functional.pad(half, (0, 0, 0, -half.shape[0] % PANEL)) for half in rows.chunk(2))
     pairs = torch.stack((gate.view(-1, PANEL, rows.shape[1]), up.view(-1, PANEL, rows.shape[1])), dim=1)
-    return pairs.reshape(-1).contiguous() if flat else pairs.flatten(0, 1).transpose(1, 2).contiguous()
+    return pairs.flatten(0, 1).transpose(1, 2).contiguous()
 
 
-def struct(weight: Weight, bias_N: torch.Tensor | None = None, *, gated: bool = False) -> LinearStruct:
-    """Return what the kernels read of a packed weight. Weight and bias (float32, contiguous) must outlive it."""
+def struct(
+    weight: Weight, bias_N: torch.Tensor | None = None, *, gated: bool = False, dtype: torch.dtype = torch.float32
+) -> LinearStruct:
+    """Return what the kernels read of a packed weight. Weight and bias (float32, contiguous) must outlive it.
+
+    Activations of the dtype become what the weight's format says; `dtype` is what they stay if it keeps them.
+    """
     packed, tensors = weight.format, weight.tensors
     assert isinstance(packed, Packed)
     assert bias_N is None or (bias_N.dtype == torch.float32 and bias_N.is_contiguous())
+    activations = torch.bfloat16 if packed.kind == BF16 else torch.float32 if packed.kind == FP32 else torch.int8
+    if packed.is_integer and packed.keeps_floats:
+        activations = dtype
+    scales, mins = tensors.get("scales"), tensors.get("mins")
     return LinearStruct(
         format=packed.kind,
         gated=gated,
+        activations=_NUMBERS[activations],
+        scale_type=0 if scales is None else _NUMBERS[scales.dtype],
+        min_type=0 if mins is None else _NUMBERS[mins.dtype],
         outs=weight.shape[0] // 2 if gated else weight.shape[0],
         ins=weight.shape[1],
         group=packed.group,
-        panels=tensors["panels"].data_ptr(),
-        scales=tensors["scales"].data_ptr() if "scales" in tensors else None,
-        zeros=tensors["zeros"].data_ptr() if "zeros" in tensors else None,
+        groups_a_scale=packed.groups_a_scale,
         bias=None if bias_N is None else bias_N.data_ptr(),
+        **{name: tensors[name].data_ptr() for name in ("panels", *_SCALES, "input_scale") if name in tensors},
     )
 
 
@@ -235,7 +293,9 @@ def linear(x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None = Non
         return reference(x_TC, weight, bias_N)
     out_TN = torch.empty(x_TC.shape[0], weight.shape[0], dtype=x_TC.dtype)
     bias = None if bias_N is None else bias_N.float().contiguous()
-    run(struct(weight, bias), x_TC, OutputStruct(out_TN.data_ptr(), out_TN.stride(0), is_bf16(out_TN)))
+    run(
+        struct(weight, bias, dtype=x_TC.dtype), x_TC, OutputStruct(out_TN.data_ptr(), out_TN.stride(0), is_bf16(out_TN))
+    )
     return out_TN
 
 
@@ -248,13 +308,10 @@ def run(layer: LinearStruct, x_TC: torch.Tensor, out: OutputStruct, *, threads: 
     """Run one layer over rows of float32 or bfloat16; 0 threads is torch's number."""
     library = kernels.load("linear")
     rows = x_TC if x_TC.stride(-1) == 1 else x_TC.contiguous()
-    as_is = (layer.format == FP32 and not is_bf16(rows)) or (layer.format == BF16 and is_bf16(rows))
-    # A pair of bf16 is read at a time, so odd rows are copied to where something is behind them.
-    scratch = None
-    if not as_is or (layer.format == BF16 and layer.ins % 2):
-        size = library.intarsia_linear_scratch
-        size.restype = ctypes.c_int64
-        scratch = torch.empty(size(ctypes.byref(layer), ctypes.c_int64(len(rows))) + 64, dtype=torch.uint8)
+    size = library.intarsia_linear_scratch
+    size.restype = ctypes.c_int64
+    num_bytes = size(ctypes.byref(layer), ctypes.c_int32(is_bf16(rows)), ctypes.c_int64(len(rows)))
+    scratch = torch.empty(num_bytes + 64, dtype=torch.uint8) if num_bytes else None
     library.intarsia_linear(
         ctypes.byref(layer),
         ctypes.c_void_p(rows.data_ptr()),
@@ -273,18 +330,17 @@ def embedding(ids_T: torch.Tensor, weight: Weight, dtype: torch.dtype) -> torch.
 
 
 def linear_kernels() -> list[Kernel]:
-    """Return the kernels of ops on weights: dense, int8 and int4."""
-    quantized = frozenset({"int8", *INT4_GROUPS})
+    """Return the kernels of ops on weights: dense and integers."""
     dtypes = frozenset(_BITWISE)
     return [
         Kernel(
             op="linear",
             call=linear,
-            formats=quantized | {"dense"},
+            formats=FORMATS,
             dtypes=dtypes,
             invariance=_BITWISE,
             pack=pack,
             packed=PACKED,
         ),
-        Kernel(op="embedding", call=embedding, formats=quantized, dtypes=dtypes, invariance=_BITWISE),
+        Kernel(op="embedding", call=embedding, formats=FORMATS - {"dense"}, dtypes=dtypes, invariance=_BITWISE),
     ]

@@ -14,12 +14,10 @@ from attrs import field, frozen
 
 from intarsia.rope import cos_sin
 from intarsia.types import CacheLayout, DecoderSpec, LayerSpec, MlpSpec, RopeSpec, Weight, dense
-from intarsia_cpu.linears import INT4_GROUPS, PACKED, LinearStruct, interleave, pack, struct
+from intarsia_cpu.linears import FORMATS, PACKED, LinearStruct, interleave, pack, struct
 
 Weights = Mapping[str, Weight | torch.Tensor]
 
-#: Weight formats that linears are read in.
-FORMATS = frozenset({"dense", "int8", *INT4_GROUPS})
 DTYPES = {"float32": 0, "bfloat16": 1}
 _NORM_KINDS = {"rms": 0, "layer": 1}
 _QK_NORMS = {None: 0, "head": 1, "all": 2}
@@ -211,7 +209,7 @@ class _Planner:
         if gated:
             packed = interleave(packed)
         self.kept.append((packed, bias_N))
-        return struct(packed, bias_N, gated=gated)
+        return struct(packed, bias_N, gated=gated, dtype=self._torch_dtype)
 
     def _angles(self, rope: RopeSpec) -> tuple[int, int]:
         """Return cosine and sine tables, (L, D/2) fp32, one pair a RopeSpec."""

@@ -17,7 +17,8 @@ from attrs import define, field
 from intarsia.protocols import CacheStorage, RunnerContext
 from intarsia.types import CacheLayout, DecoderSpec, Fit, ForwardBatch, MoeSpec, Unfit
 from intarsia_cpu.build import compiler, load, unavailable
-from intarsia_cpu.plan import DTYPES, FORMATS, MIRRORS, Batch, Cache, Plan, plan
+from intarsia_cpu.linears import FORMATS, FORMATS_READ
+from intarsia_cpu.plan import DTYPES, MIRRORS, Batch, Cache, Plan, plan
 
 _AREA = "step"
 _ORDER = "PKSD"
@@ -193,7 +194,7 @@ def _refusal(context: RunnerContext) -> str | None:
     # Kernels pack what they read; what they read is what counts.
     formats = {name[len("linear[") : -1] for name in context.ops.choices if name.startswith("linear[")}
     if unread := sorted(formats - FORMATS):
-        return f"it does not read weights in the format {', '.join(unread)}; it reads {', '.join(sorted(FORMATS))}"
+        return f"it does not read weights in the format {', '.join(unread)}; it reads {FORMATS_READ}"
     for index, layer in enumerate(context.spec.layers):
         if isinstance(layer.mlp, MoeSpec):
             return f"layer {index} is a mixture of {layer.mlp.num_experts} experts, and it runs dense layers"

@@ -60,14 +60,17 @@ struct Model {
     made.gated = gated;
     made.outs = outs;
     made.ins = ins;
-    made.group = 64;
     const int64_t count = (outs + linear::PANEL - 1) / linear::PANEL * (gated ? 2 : 1);
     panels.push_back(std::make_unique<std::vector<uint8_t>>((size_t)(count * linear::panel_bytes(made))));
     std::vector<uint8_t>& bytes = *panels.back();
+    if (coin()) made.input_scale = keep(numbers(ins, 1.0f));
     if (made.format == Format::INT8) {
+      made.activations = coin() ? linear::Numbers::INT8 : (linear::Numbers)model.dtype;
+      made.group = made.activations == linear::Numbers::INT8 ? 64 : 0;
       for (uint8_t& byte : bytes) byte = (uint8_t)whole(1, 255);
       made.scales = keep(std::vector<float>((size_t)(count * linear::PANEL), 0.003f));
     } else if (made.format == Format::BF16) {
+      made.activations = linear::Numbers::BF16;
       for (size_t i = 0; i < bytes.size() / 2; i++) ((bf16_t*)bytes.data())[i] = isa::to_bf16(numbers(1)[0]);
     } else {
       const std::vector<float> values = numbers((int64_t)bytes.size() / 4);

@@ -1,4 +1,4 @@
-"""Packed linears against float64: any shape and number of rows, every path; a row's bits whatever stands beside it."""
+"""Packed linears of dense weights against float64: any shape and number of rows, every path, one set of bits a row."""
 
 import pytest
 import torch
@@ -15,58 +15,8 @@ ROWS = st.integers(1, 40)
 quick = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-class Int8:
-    """What `intarsia_int8` documents: q (N, C) times a scale (N,)."""
-
-    name = "int8"
-
-    def dequantize(self, weight):
-        return weight.tensors["weight"].float() * weight.tensors["scale"][:, None]
-
-
 def drawn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def int8(outs, ins, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(-127, 128, (outs, ins), generator=generator, dtype=torch.int8)
-    scale = torch.rand(outs, generator=generator) * 0.01 + 1e-4
-    return Weight(Int8(), {"weight": numbers, "scale": scale}, (outs, ins))
-
-
-def int4(name, outs, ins, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    groups = -(-ins // linears.INT4_GROUPS[name])
-    numbers = torch.randint(0, 16, (outs, ins + ins % 2), generator=generator, dtype=torch.uint8)
-    numbers[:, ins:] = 8
-    tensors = {
-        "weight": numbers[:, 0::2] | numbers[:, 1::2] << 4,
-        "scale": (torch.rand(outs, groups, generator=generator) * 0.01 + 1e-4).bfloat16(),
-    }
-    if name.endswith("_zero"):
-        tensors["zero"] = torch.randint(0, 16, (outs, groups), generator=generator, dtype=torch.uint8)
-    weight = Weight(type("Int4", (), {"name": name})(), tensors, (outs, ins))
-    return weight, numbers[:, :ins]
-
-
-def int4_values(weight, numbers):
-    """The weights that int4 numbers stand for, in float64."""
-    group = linears.INT4_GROUPS[weight.format.name]
-    of_group = torch.arange(numbers.shape[1]) // group
-    zero = weight.tensors["zero"].double()[:, of_group] if "zero" in weight.tensors else 8
-    return (numbers.double() - zero) * weight.tensors["scale"].double()[:, of_group]
-
-
-def quantized(x, group):
-    """Activations as the integer kernels see them, in float64: per token and group, the largest is 127."""
-    ins = x.shape[1]
-    groups = torch.nn.functional.pad(x.double(), (0, -ins % group)).unflatten(1, (-1, group))
-    largest = groups.abs().amax(-1, keepdim=True).float()
-    scale = largest / 127
-    inverse = torch.where(largest > 0, torch.tensor(127.0) / largest, 0)  # `127 / tensor` is 127 * reciprocal
-    whole = (groups.float() * inverse).round()  # as torch and the kernels do: ties to even
-    return (whole.double() * scale.double()).flatten(1)[:, :ins]
 
 
 def check(found, x, weights, bias, *, rel):
@@ -87,39 +37,15 @@ def test_floats_equal_float64(cpu_path, shape, rows, dtype, has_bias):
     check(linears.linear(x, linears.pack(dense(w)), bias), x, w, bias, rel=1e-6)
 
 
-@quick
-@given(shape=SHAPES, rows=ROWS, dtype=st.sampled_from(FLOATS), has_bias=st.booleans())
-def test_int8_sums_are_exact_and_scaled_as_stated(cpu_path, shape, rows, dtype, has_bias):
-    outs, ins = shape
-    x, weight = drawn(rows, ins, dtype=dtype), int8(outs, ins)
-    bias = drawn(outs, seed=2, dtype=dtype) if has_bias else None
-    values = weight.tensors["weight"].double() * weight.tensors["scale"].double()[:, None]
-    check(linears.linear(x, linears.pack(weight), bias), quantized(x, 64), values, bias, rel=1e-6)
-
-
-@quick
-@given(shape=SHAPES, rows=ROWS, name=st.sampled_from(sorted(linears.INT4_GROUPS)))
-def test_int4_sums_are_exact_and_scaled_as_stated(cpu_path, shape, rows, name):
-    outs, ins = shape
-    x = drawn(rows, ins)
-    weight, numbers = int4(name, outs, ins)
-    group = min(64, linears.INT4_GROUPS[name])
-    # Sums are of (q - zero) with |q - zero| up to 15, so rounding is relative to that.
-    check(linears.linear(x, linears.pack(weight)), quantized(x, group), int4_values(weight, numbers), None, rel=1e-5)
-
-
-def every_format(outs, ins):
+def every_dtype(outs, ins):
     yield linears.pack(dense(drawn(outs, ins, seed=1)))
     yield linears.pack(dense(drawn(outs, ins, seed=1, dtype=torch.bfloat16)))
-    yield linears.pack(int8(outs, ins))
-    for name in linears.INT4_GROUPS:
-        yield linears.pack(int4(name, outs, ins)[0])
 
 
-@pytest.mark.parametrize("shape", [(100, 130), (576, 576), (7, 33)])
+@pytest.mark.parametrize("shape", [(100, 130), (100, 576), (7, 33)])
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(cpu_path, shape):
     outs, ins = shape
-    for weight in every_format(outs, ins):
+    for weight in every_dtype(outs, ins):
         x = drawn(150, ins, dtype=torch.bfloat16 if weight.format.kind == linears.BF16 else torch.float32)
         whole = linears.linear(x, weight)
         for start, stop in [(0, 1), (149, 150), (3, 12), (0, 100), (50, 150)]:
@@ -133,7 +59,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(cpu_path, shape
 
 def test_what_lies_around_rows_is_neither_read_nor_written(cpu_path):
     outs, ins, rows = 50, 33, 5
-    for weight in every_format(outs, ins):
+    for weight in every_dtype(outs, ins):
         dtype = torch.bfloat16 if weight.format.kind == linears.BF16 else torch.float32
         around = torch.full((rows + 2, ins + 6), float("nan"), dtype=dtype)
         x = around[1:-1, 3:-3]
@@ -149,7 +75,7 @@ def test_what_lies_around_rows_is_neither_read_nor_written(cpu_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_row_with_a_number_that_is_none_shows_it_and_harms_no_other(cpu_path, bad):
-    for weight in every_format(50, 130):
+    for weight in every_dtype(50, 130):
         x = drawn(4, 130, dtype=torch.bfloat16 if weight.format.kind == linears.BF16 else torch.float32)
         before = linears.linear(x, weight)
         x[2, 77] = bad
@@ -160,7 +86,7 @@ def test_a_row_with_a_number_that_is_none_shows_it_and_harms_no_other(cpu_path, 
 
 def test_rows_of_zeros_give_the_bias_and_tiny_ones_do_no_harm(cpu_path):
     bias = drawn(50, seed=3)
-    for weight in every_format(50, 130):
+    for weight in every_dtype(50, 130):
         x = torch.zeros(3, 130)
         x[1] = 1e-38  # its inverse overflows
         assert torch.equal(linears.linear(x, weight, bias)[[0, 2]], bias.expand(2, -1))
@@ -200,11 +126,6 @@ def test_a_packed_weight_unpacks_to_the_same_bits(outs, ins):
         w = drawn(outs, ins, dtype=dtype)
         packed = linears.pack(dense(w))
         assert packed.format.name == "cpu" and torch.equal(packed.dequantize(), w)
-    for weight in (int8(outs, ins), *(int4(name, outs, ins)[0] for name in linears.INT4_GROUPS)):
-        unpacked = linears.unpack(linears.pack(weight))
-        assert unpacked.format is weight.format and unpacked.tensors.keys() == weight.tensors.keys()
-        for name, tensor in weight.tensors.items():
-            assert torch.equal(unpacked.tensors[name], tensor)
 
 
 @pytest.mark.parametrize("activation", [1, 2])
@@ -220,7 +141,7 @@ def test_activations_hold_over_all_floats(cpu_path, activation):
 
 
 def test_gated_panels_hold_the_same_numbers():
-    for weight in every_format(2 * 50, 130):
+    for weight in every_dtype(2 * 50, 130):
         paired = linears.interleave(weight)
         assert paired.tensors["panels"].shape[0] == 4
         x = drawn(3, 130, dtype=torch.bfloat16 if weight.format.kind == linears.BF16 else torch.float32)

@@ -7,11 +7,13 @@
 
 using linear::Activations;
 using linear::Linear;
+using linear::Numbers;
 using linear::Output;
 
-/// Bytes of scratch that `intarsia_linear` needs for so many rows.
-API int64_t intarsia_linear_scratch(const Linear* layer, int64_t num_rows) {
-  return linear::activation_bytes(*layer, num_rows);
+/// Bytes of scratch that `intarsia_linear` needs for so many rows; 0 where the layer reads them as they are.
+API int64_t intarsia_linear_scratch(const Linear* layer, int32_t is_bf16, int64_t num_rows) {
+  const Numbers type = is_bf16 ? Numbers::BF16 : Numbers::FP32;
+  return linear::reads_as_is(*layer, type) ? 0 : linear::activation_bytes(*layer, num_rows);
 }
 
 /// One linear layer over rows of floats or bf16, `stride` numbers apart. Scratch is aligned to 64 bytes, or null where the
@@ -22,7 +24,7 @@ API void intarsia_linear(const Linear* layer, const void* x, int32_t is_bf16, in
   if (scratch != nullptr) {
     rows = linear::lay_out(*layer, scratch, num_rows);
   } else {
-    rows = {(uint8_t*)x, stride * (is_bf16 ? 2 : 4), nullptr, nullptr, 0};
+    rows = {(uint8_t*)x, stride * (is_bf16 ? 2 : 4), nullptr, nullptr, nullptr, linear::num_groups(*layer)};
   }
 #pragma omp parallel num_threads(num_threads)
   {

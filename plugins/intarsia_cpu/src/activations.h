@@ -1,81 +1,136 @@
 // Activations as the linear kernels read them: floats, bf16, or int8 with a scale a token and group of columns.
 #pragma once
 
-#include "isa.h"
+#include "numbers.h"
 #include "threads.h"
 
 namespace linear {
 
-using isa::F;
-using isa::I;
-using isa::LANES;
-
+/// What the words of a panel hold; see `linear.h`.
 enum class Format : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
 
 /// A layer's weights, packed. All pointers are borrowed.
 struct Linear {
   Format format;
-  int32_t gated;    // panels come in pairs, gate and up, and the layer gives activation(gate) * up
-  int64_t outs;     // N; of a gated layer, half the rows of its weight
-  int64_t ins;      // C
-  int64_t group;    // INT8, INT4: columns that share an activation scale; a multiple of 8
+  int32_t gated;        // panels come in pairs, gate and up, and the layer gives activation(gate) * up
+  Numbers activations;  // what rows become: FP32, BF16, or INT8 with a scale a token and group
+  Numbers scale_type, min_type;
+  int32_t unused;
+  int64_t outs;            // N; of a gated layer, half the rows of its weight
+  int64_t ins;             // C
+  int64_t group;           // columns whose sum is scaled apart, a multiple of 8; 0: the whole row
+  int64_t groups_a_scale;  // how many of them share a weight scale; 0: there is one an output
   const uint8_t* panels;
-  const void* scales;    // INT8: floats (panels, PANEL); INT4: bf16 (panels, groups, PANEL)
-  const uint8_t* zeros;  // INT4: what stands for 0, (panels, groups, PANEL); null is 8 everywhere
+  const void* scales;    // (panels, scales a row, PANEL); of one an output (panels, PANEL) floats, or null
+  const uint8_t* zeros;  // of INT4, what stands for 0, laid out as scales; null is 8
+  const void* mins;      // what 0 stands for, laid out as scales; or null
   const float* bias;     // (N,), or (2N,) of a gated layer, or null
+  const float* input_scale;  // (C,), multiplies activations; or null
 };
 
-/// Rows ready for a layer. `scales` and `sums` are (R, G), for integers alone.
+/// Rows ready for a layer; of groups there are (R, G) numbers.
 struct Activations {
   uint8_t* data;
   int64_t row_bytes;
-  float* scales;
-  int32_t* sums;  // of each group's integers
+  float* scales;      // INT8: of each group
+  int32_t* sums;      // INT8: of each group's integers
+  float* float_sums;  // where weights have minima or, of float rows, zero points: of what each group stands for
   int64_t num_groups;
 };
 
-static INLINE bool is_integer(const Linear& layer) {
-  return layer.format == Format::INT8 || layer.format == Format::INT4;
+// Where the machine has no dot products of bf16, rows for weights that are widened stay floats: that takes fewer steps.
+#if defined(__AVX512BF16__)
+constexpr bool HAS_BF16_DOTS = true;
+#else
+constexpr bool HAS_BF16_DOTS = false;
+#endif
+
+static INLINE bool is_integer(Format format) {
+  return format == Format::INT8 || format == Format::INT4;
+}
+/// What rows become for this layer on this machine.
+static INLINE Numbers row_type(const Linear& layer) {
+  const bool widens = layer.activations == Numbers::BF16 && is_integer(layer.format);
+  return widens && !HAS_BF16_DOTS ? Numbers::FP32 : layer.activations;
+}
+/// Columns of an output in one word of a panel.
+static INLINE int64_t columns_a_word(Format format) {
+  switch (format) {
+    case Format::FP32: return 1;
+    case Format::BF16: return 2;
+    case Format::INT8: return 4;
+    case Format::INT4: return 8;
+  }
+  return 0;
 }
 static inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 static inline int64_t num_groups(const Linear& layer) {
-  return is_integer(layer) ? (layer.ins + layer.group - 1) / layer.group : 0;
+  return layer.group > 0 ? (layer.ins + layer.group - 1) / layer.group : 0;
+}
+/// Scales that an output has; 0 where it has one.
+static inline int64_t scales_a_row(const Linear& layer) {
+  return layer.groups_a_scale > 0 ? (num_groups(layer) + layer.groups_a_scale - 1) / layer.groups_a_scale : 0;
+}
+static inline bool needs_float_sums(const Linear& layer) {
+  return layer.mins != nullptr || (layer.zeros != nullptr && layer.activations != Numbers::INT8);
+}
+/// Whether the layer reads rows of this type as they lie.
+static inline bool reads_as_is(const Linear& layer, Numbers type) {
+  return type == row_type(layer) && layer.input_scale == nullptr && !needs_float_sums(layer) &&
+         layer.ins % columns_a_word(layer.format) == 0;  // words are read whole
 }
 /// Bytes of a row as this layer reads it; a multiple of 64, so that rows may be prepared side by side.
 static inline int64_t row_bytes(const Linear& layer) {
-  const int64_t bytes = is_integer(layer)              ? num_groups(layer) * layer.group
-                        : layer.format == Format::BF16 ? layer.ins * 2
-                                                       : layer.ins * 4;
-  return round_up(bytes, 64);
+  const Numbers type = row_type(layer);
+  const int64_t bytes = type == Numbers::INT8 ? 1 : type == Numbers::BF16 ? 2 : 4;
+  return round_up(round_up(layer.ins, 8) * bytes, 64);
+}
+static inline int64_t group_bytes(const Linear& layer, int64_t num_rows) {
+  return round_up(num_rows * num_groups(layer) * 4, 64);
 }
 /// Bytes of memory for so many rows.
 static inline int64_t activation_bytes(const Linear& layer, int64_t num_rows) {
-  return num_rows * row_bytes(layer) + round_up(num_rows * num_groups(layer) * 4, 64) * 2;
+  return num_rows * row_bytes(layer) + group_bytes(layer, num_rows) * 3;
 }
 /// Lay out activations in `activation_bytes` of memory, aligned to 64.
 static inline Activations lay_out(const Linear& layer, void* memory, int64_t num_rows) {
   uint8_t* data = (uint8_t*)memory;
-  const int64_t groups = num_groups(layer);
-  uint8_t* scales = data + num_rows * row_bytes(layer);
-  uint8_t* sums = scales + round_up(num_rows * groups * 4, 64);
-  return {data, row_bytes(layer), (float*)scales, (int32_t*)sums, groups};
+  uint8_t* groups = data + num_rows * row_bytes(layer);
+  const int64_t size = group_bytes(layer, num_rows);
+  return {data, row_bytes(layer), (float*)groups, (int32_t*)(groups + size), (float*)(groups + 2 * size),
+          num_groups(layer)};
 }
 
-template <class T>
-static INLINE F load_some(const T* source, int64_t count) {
-  return count >= LANES ? isa::load(source) : isa::load(source, (int)(count > 0 ? count : 0));
-}
+/// Numbers of a row behind its input scale, as floats.
+template <bool IS_SCALED, class T>
+struct Source {
+  const T* x;
+  const float* input_scale;
+
+  INLINE F whole(int64_t i) const {
+    const F value = isa::load(x + i);
+    return IS_SCALED ? value * isa::load(input_scale + i) : value;
+  }
+  /// The first `count` of LANES, which may be none; the others are 0.
+  INLINE F some(int64_t i, int64_t count) const {
+    if (count >= LANES) return whole(i);
+    const int left = (int)(count > 0 ? count : 0);
+    const F value = isa::load(x + i, left);
+    return IS_SCALED ? value * isa::load(input_scale + i, left) : value;
+  }
+};
 
 /// Make `width` numbers int8: symmetric, the largest is 127. Reads `count` of them, the rest are 0. Where `IS_WHOLE`, all
 /// are there and fill vectors.
 /// A group with NaN or infinity gets that for a scale, so that it shows in the result.
-template <bool IS_WHOLE, class T>
-static INLINE void quantize_group(const T* x, int64_t count, int64_t width, int8_t* out, float* scale, int32_t* sum) {
+template <bool IS_WHOLE, class S>
+static INLINE void quantize_group(const S& x, int64_t begin, int64_t count, int64_t width, int8_t* out, float* scale,
+                                  int32_t* sum) {
   I most = {};
   for (int64_t i = 0; i < count; i += LANES) {
-    const I bits = isa::as_int(isa::abs(IS_WHOLE ? isa::load(x + i) : load_some(x + i, count - i)));
+    const I bits = isa::as_int(isa::abs(IS_WHOLE ? x.whole(begin + i) : x.some(begin + i, count - i)));
     most = bits > most ? bits : most;  // as whole numbers floats without sign keep their order, NaN above infinity
   }
   const int32_t top = isa::largest(most);
@@ -85,7 +140,7 @@ static INLINE void quantize_group(const T* x, int64_t count, int64_t width, int8
   const F inverse = isa::set(is_zero ? 0.0f : 127.0f / largest);
   I total = {};
   for (int64_t i = 0; i < width; i += LANES) {
-    const I whole = isa::to_int((IS_WHOLE ? isa::load(x + i) : load_some(x + i, count - i)) * inverse);
+    const I whole = isa::to_int((IS_WHOLE ? x.whole(begin + i) : x.some(begin + i, count - i)) * inverse);
     total += whole;
     if (IS_WHOLE) {
       isa::store_int8(out + i, whole);
@@ -100,35 +155,60 @@ static INLINE void quantize_group(const T* x, int64_t count, int64_t width, int8
   *sum = isa::sum(total);
 }
 
+template <class S>
+static INLINE void quantize_row(const Linear& layer, const Activations& to, int64_t row, const S& x) {
+  int8_t* target = (int8_t*)(to.data + row * to.row_bytes);
+  for (int64_t g = 0; g < to.num_groups; g++) {
+    const int64_t column = g * layer.group, left = layer.ins - column;
+    const int64_t at = row * to.num_groups + g;
+    float* scale = to.scales + at;
+    int32_t* sum = to.sums + at;
+    if (left >= layer.group && layer.group % LANES == 0) {
+      quantize_group<true>(x, column, layer.group, layer.group, target + column, scale, sum);
+    } else {
+      const int64_t count = left < layer.group ? left : layer.group;
+      quantize_group<false>(x, column, count, round_up(count, 8), target + column, scale, sum);
+    }
+    if (needs_float_sums(layer)) to.float_sums[at] = *scale * (float)*sum;
+  }
+}
+
+/// Write floats or bf16, and zeros behind them until words are whole.
+template <class T, class S>
+static INLINE void copy_row(const Linear& layer, const Activations& to, int64_t row, const S& x) {
+  T* target = (T*)(to.data + row * to.row_bytes);
+  for (int64_t i = 0; i < layer.ins; i += LANES) {
+    const int left = (int)(layer.ins - i < LANES ? layer.ins - i : LANES);
+    isa::store(target + i, x.some(i, left), left);
+  }
+  for (int64_t i = layer.ins; i < round_up(layer.ins, 8); i++) target[i] = 0;
+  if (!needs_float_sums(layer)) return;
+  for (int64_t g = 0; g < to.num_groups; g++) {
+    F sum = isa::zero();
+    const int64_t end = (g + 1) * layer.group < layer.ins ? (g + 1) * layer.group : layer.ins;
+    for (int64_t i = g * layer.group; i < end; i += LANES) {
+      sum += isa::load(target + i, (int)(end - i < LANES ? end - i : LANES));
+    }
+    to.float_sums[row * to.num_groups + g] = isa::sum(sum);
+  }
+}
+
+template <class S>
+static INLINE void prepare_from(const Linear& layer, const Activations& to, int64_t row, const S& x) {
+  switch (row_type(layer)) {
+    case Numbers::INT8: return quantize_row(layer, to, row, x);
+    case Numbers::BF16: return copy_row<bf16_t>(layer, to, row, x);
+    default: return copy_row<float>(layer, to, row, x);
+  }
+}
+
 /// Write one row of floats or bf16 as the layer reads it.
 template <class T>
 static void prepare_row(const Linear& layer, const Activations& to, int64_t row, const T* x) {
-  uint8_t* target = to.data + row * to.row_bytes;
-  const int64_t ins = layer.ins;
-  if (is_integer(layer)) {
-    for (int64_t g = 0; g < to.num_groups; g++) {
-      const int64_t column = g * layer.group, left = ins - column;
-      const int64_t at = row * to.num_groups + g;
-      int8_t* out = (int8_t*)target + column;
-      if (left >= layer.group && layer.group % LANES == 0) {
-        quantize_group<true>(x + column, layer.group, layer.group, out, to.scales + at, to.sums + at);
-      } else {
-        quantize_group<false>(x + column, left < layer.group ? left : layer.group, layer.group, out, to.scales + at,
-                              to.sums + at);
-      }
-    }
-  } else if (layer.format == Format::BF16) {
-    bf16_t* half = (bf16_t*)target;
-    for (int64_t i = 0; i < ins; i += LANES) {
-      const int left = (int)(ins - i < LANES ? ins - i : LANES);
-      isa::store(half + i, load_some(x + i, left), left);
-    }
-    if (ins % 2 != 0) half[ins] = 0;
+  if (layer.input_scale != nullptr) {
+    prepare_from(layer, to, row, Source<true, T>{x, layer.input_scale});
   } else {
-    for (int64_t i = 0; i < ins; i += LANES) {
-      const int left = (int)(ins - i < LANES ? ins - i : LANES);
-      isa::store((float*)target + i, load_some(x + i, left), left);
-    }
+    prepare_from(layer, to, row, Source<false, T>{x, nullptr});
   }
 }
 

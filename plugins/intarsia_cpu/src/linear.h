@@ -3,8 +3,14 @@
 // A panel holds PANEL outputs. It is a stream of steps; a step holds one 4-byte word for each of its outputs, so that a
 // vector of words lies against one word of activations, broadcast:
 //
-//   FP32  one float                    INT8  four weights + 128, as bytes
-//   BF16  two bf16                     INT4  eight weights: four low nibbles, then the four high ones
+//   FP32  one float
+//   BF16  two bf16
+//   INT8  four weights: + 128, as bytes; for float rows as signed bytes
+//   INT4  eight weights: four low nibbles, then the four high ones; for float rows the even columns in the lower half of
+//         the word from its lowest bits on, the odd ones in the upper half
+//
+// Integers can have a scale an output, or scales a group of columns, with zero points or minima. Rows become int8 with a
+// scale a group (then sums of a group are exact), or stay floats and weights are widened to floats, which is exact.
 //
 // Each output is one chain of accumulations along its columns in order, whatever rows stand beside it and whoever
 // computes it: a row's result is the same bits in any batch, on any number of threads.
@@ -47,63 +53,102 @@ static INLINE void put(T* target, F value, int count, bool adds, F factor) {
   }
 }
 
-/// Write `num_rows` rows of a tile; `gates` is the gate's tile where the layer is gated, else null.
+/// The products of some outputs, with the output's scale and bias. `panel` counts those in memory, `column` is its first
+/// output's bias.
+static INLINE F scaled(const Linear& layer, const float* totals, int64_t panel, int64_t column, int i, int left) {
+  F value = isa::load(totals + i);
+  if (layer.scales != nullptr && layer.groups_a_scale == 0) {
+    value = value * isa::load((const float*)layer.scales + panel * PANEL + i);
+  }
+  return layer.bias != nullptr ? value + isa::load(layer.bias + column + i, left) : value;
+}
+
+/// Write `num_rows` rows; `gates` are the gate's products where the layer is gated, else null.
 template <class T>
-static void finish(const Linear& layer, const Output& out, int64_t row, int num_rows, int64_t panel, const float* tile,
-                   const float* gates) {
+static void finish(const Linear& layer, const Output& out, int64_t row, int64_t num_rows, int64_t panel,
+                   const float* totals, const float* gates) {
   const int64_t column = panel * PANEL;
   const int count = (int)(layer.outs - column < PANEL ? layer.outs - column : PANEL);
   const F factor = isa::set(out.factor);
-  for (int r = 0; r < num_rows; r++) {
+  for (int64_t r = 0; r < num_rows; r++, totals += PANEL) {
     T* target = (T*)out.data + (row + r) * out.stride + column;
     for (int i = 0; i < count; i += LANES) {
       const int left = count - i < LANES ? count - i : LANES;
-      F value = isa::load(tile + r * PANEL + i);
-      if (layer.bias != nullptr) value = value + isa::load(layer.bias + (gates ? layer.outs : 0) + column + i, left);
+      F value;
       if (gates != nullptr) {
-        F gate = isa::load(gates + r * PANEL + i);
-        if (layer.bias != nullptr) gate = gate + isa::load(layer.bias + column + i, left);
-        value = activate(out.activation, gate) * value;
+        const F gate = scaled(layer, gates + r * PANEL, 2 * panel, column, i, left);
+        value = activate(out.activation, gate) * scaled(layer, totals, 2 * panel + 1, layer.outs + column, i, left);
       } else {
-        value = activate(out.activation, value);
+        value = activate(out.activation, scaled(layer, totals, panel, column, i, left));
       }
       put(target + i, value, left, out.adds != 0, factor);
     }
   }
 }
 
+/// Bytes of one panel.
+static inline int64_t panel_bytes(const Linear& layer) {
+  const int64_t columns = columns_a_word(layer.format);
+  return (layer.ins + columns - 1) / columns * STEP_BYTES;
+}
+
+/// Rows that share one pass over the panels, at most: a multiple of MAX_ROWS.
+constexpr int64_t MAX_BLOCK_ROWS = 96;
+/// Weights that several tiles read in turn: so many bytes of them stay in L1.
+constexpr int64_t CHUNK_BYTES = 24 << 10;
+
+/// Products of rows `begin` to `end` (at most MAX_BLOCK_ROWS) with one panel: (rows, PANEL) totals.
+///
+/// One tile walks all columns and waits for memory: what it needs soon is fetched. Several tiles take the columns in
+/// chunks, which are widened once for all of them. Each output's sums are the same either way.
+static void products(const Linear& layer, const Activations& x, Range rows, int64_t panel, float* totals) {
+  const int64_t num_rows = rows.end - rows.begin, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+  const Words words = words_of(layer), wide = widened(words);
+  const uint8_t* weights = layer.panels + panel * panel_bytes(layer);
+  memset(totals, 0, sizeof(float) * (size_t)(num_rows * PANEL));
+  if (num_rows <= MAX_WIDENED_ROWS || (num_tiles == 1 && words == wide)) {
+    const Tile tile{layer, x, rows.begin, panel, 0, layer.ins, weights, {4096, true}, totals};
+    return compute_tile(words, (int)num_rows, tile);
+  }
+  alignas(64) uint8_t widened_chunk[CHUNK_BYTES];
+  const int64_t columns = columns_a_word(layer.format), parts = num_parts(words);
+  const int64_t chunk = CHUNK_BYTES / STEP_BYTES * columns / parts;
+  const int64_t next_panel = panel_bytes(layer) * (layer.gated ? 2 : 1);
+  for (int64_t begin = 0; begin < layer.ins; begin += chunk) {
+    const int64_t end = begin + chunk < layer.ins ? begin + chunk : layer.ins;
+    const uint8_t* read = weights + begin / columns * STEP_BYTES;
+    if (words != wide) {
+      const int64_t steps = (end - begin + columns - 1) / columns;
+      widen(layer, words, read, steps, steps * STEP_BYTES, widened_chunk);  // and fetch the next chunk
+      read = widened_chunk;
+    }
+    for (int64_t i = 0; i < num_tiles; i++) {
+      // Tiles of even height: 9 rows are 5 and 4. The first three each fetch a third of the next panel.
+      const Range part = share(num_rows, (int)i, (int)num_tiles);
+      const Ahead ahead{words == wide && i < 3 ? next_panel + 64 * i : 0, false};
+      const Tile tile{layer, x, rows.begin + part.begin, panel, begin, end, read, ahead, totals + part.begin * PANEL};
+      compute_tile(wide, (int)(part.end - part.begin), tile);
+    }
+  }
+}
+
 /// Rows `begin` to `end` of one panel (of a pair of panels where the layer is gated).
 static void panel_rows(const Linear& layer, const Activations& x, const Output& out, Range rows, int64_t panel) {
-  alignas(64) float tile[MAX_ROWS * PANEL], gates[MAX_ROWS * PANEL];
-  const int64_t next_panel = panel_bytes(layer) * (layer.gated ? 2 : 1);
-  const int64_t num_tiles = (rows.end - rows.begin + MAX_ROWS - 1) / MAX_ROWS;
-  for (int64_t i = 0; i < num_tiles; i++) {
-    // Tiles of even height: 9 rows are 5 and 4.
-    const Range part = share(rows.end - rows.begin, (int)i, (int)num_tiles);
-    const int64_t row = rows.begin + part.begin;
-    const int num_rows = (int)(part.end - part.begin);
-    // One tile waits for memory: what it needs soon is fetched. Of several, the first wait, and each of them fetches a
-    // third of the next panel.
-    const Ahead ahead = num_tiles == 1 ? Ahead{4096, true} : Ahead{i < 3 ? next_panel + 64 * i : 0, false};
-    if (layer.gated) {
-      compute_tile(layer, x, row, num_rows, 2 * panel, ahead, gates);
-      compute_tile(layer, x, row, num_rows, 2 * panel + 1, ahead, tile);
-    } else {
-      compute_tile(layer, x, row, num_rows, panel, ahead, tile);
-    }
-    const float* gate = layer.gated ? gates : nullptr;
-    if (out.is_bf16) {
-      finish<bf16_t>(layer, out, row, num_rows, panel, tile, gate);
-    } else {
-      finish<float>(layer, out, row, num_rows, panel, tile, gate);
-    }
+  alignas(64) float totals[MAX_BLOCK_ROWS * PANEL], gates[MAX_BLOCK_ROWS * PANEL];
+  if (layer.gated) products(layer, x, rows, 2 * panel, gates);
+  products(layer, x, rows, layer.gated ? 2 * panel + 1 : panel, totals);
+  const float* gate = layer.gated ? gates : nullptr;
+  if (out.is_bf16) {
+    finish<bf16_t>(layer, out, rows.begin, rows.end - rows.begin, panel, totals, gate);
+  } else {
+    finish<float>(layer, out, rows.begin, rows.end - rows.begin, panel, totals, gate);
   }
 }
 
 /// Rows that share one pass over the panels: few enough to stay in L2 beside a panel, many enough to pay for it.
 static inline int64_t rows_a_block(const Activations& x) {
-  const int64_t fitting = (256 << 10) / (x.row_bytes > 0 ? x.row_bytes : 1);
-  return fitting < 16 ? 16 : fitting > 96 ? 96 : fitting;
+  const int64_t fitting = (256 << 10) / (x.row_bytes > 0 ? x.row_bytes : 1) / MAX_ROWS * MAX_ROWS;
+  return fitting < 16 ? 16 : fitting > MAX_BLOCK_ROWS ? MAX_BLOCK_ROWS : fitting;
 }
 
 /// This thread's share of a linear layer over rows 0 to `num_rows` of prepared activations. No barrier inside.

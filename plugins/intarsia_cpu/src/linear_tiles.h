@@ -1,14 +1,13 @@
-// Tiles: a few rows of activations against one panel of weights, held in registers along all columns.
+// Tiles: a few rows of activations against columns of one panel, sums of which are held in registers.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
-#include "activations.h"
+#include "widen.h"
 
 namespace linear {
 
-constexpr int PANEL = 48;
-constexpr int VECTORS = PANEL / LANES;
 // As many rows as registers hold accumulators for.
 #if ISA_AVX512
 constexpr int MAX_ROWS = 8;
@@ -17,9 +16,8 @@ constexpr int MAX_ROWS = 2;
 #else
 constexpr int MAX_ROWS = 1;
 #endif
-// Of int8, sums of a group and of all groups both. int4 keeps the latter in memory: it unpacks weights for more rows.
-constexpr int MAX_INT8_ROWS = MAX_ROWS > 4 ? 4 : MAX_ROWS;
-constexpr int64_t STEP_BYTES = 4 * PANEL;
+// For more rows than these weights are widened once, to memory, and not by every tile.
+constexpr int MAX_WIDENED_ROWS = MAX_ROWS > 4 ? 4 : MAX_ROWS;
 
 /// What a tile asks to be brought into L2 while it walks a panel: from each step, `distance` bytes on, a whole step or a
 /// line of it. The hardware alone leaves a third of the memory's bandwidth unused.
@@ -35,166 +33,212 @@ static INLINE void fetch(const uint8_t* weights, Ahead ahead) {
   }
 }
 
-template <int ROWS>
-static void tile_fp32(const uint8_t* w, const Activations& x, int64_t row, int64_t ins, Ahead ahead,
-                      float* out) {
-  F sums[ROWS][VECTORS] = {};
-  const uint8_t* rows = x.data + row * x.row_bytes;
-  for (int64_t k = 0; k < ins; k++, w += STEP_BYTES) {
-    F weights[VECTORS];
+/// What a tile works on. Groups are whole: `begin` is the first column of one.
+struct Tile {
+  const Linear& layer;
+  const Activations& x;
+  int64_t row, panel;
+  int64_t begin, end;  // columns
+  const uint8_t* weights;  // the words of column `begin`
+  Ahead ahead;
+  float* totals;  // (rows, PANEL), which the products are added to
+};
+
+/// Sums of int8 products are whole numbers.
+template <Words WORDS>
+using Sum = std::conditional_t<is_integer(WORDS), I, F>;
+
+template <Words WORDS>
+static INLINE void dot_into(Sum<WORDS>& sum, I weights, I row) {
+  if constexpr (is_integer(WORDS)) {
+    isa::dot4_into(sum, weights, row);
+  } else if constexpr (widened(WORDS) == Words::BF16) {
+    isa::dot2_into(sum, weights, row);
+  } else {
+    isa::fma_into(sum, isa::as_float(weights), isa::as_float(row));
+  }
+}
+
+/// Add the products of `steps` steps, column by column.
+template <int ROWS, Words WORDS>
+static INLINE void walk(Sum<WORDS> (&sums)[ROWS][VECTORS], const Table<WORDS>& table, const uint8_t* w,
+                        const uint8_t* rows, int64_t row_bytes, int64_t steps, Ahead ahead) {
+  constexpr int PARTS = num_parts(WORDS);
+  for (int64_t k = 0; k < steps; k++, w += STEP_BYTES, rows += 4 * PARTS) {
+    I words[VECTORS];
     fetch(w, ahead);
-    UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = isa::load((const float*)w + v * LANES);
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      const F value = isa::as_float(isa::broadcast4(rows + r * x.row_bytes + 4 * k));
-      UNROLL for (int v = 0; v < VECTORS; v++) isa::fma_into(sums[r][v], weights[v], value);
-    }
-  }
-  UNROLL for (int r = 0; r < ROWS; r++) {
-    UNROLL for (int v = 0; v < VECTORS; v++) isa::store(out + r * PANEL + v * LANES, sums[r][v]);
-  }
-}
-
-template <int ROWS>
-static void tile_bf16(const uint8_t* w, const Activations& x, int64_t row, int64_t ins, Ahead ahead,
-                      float* out) {
-  F sums[ROWS][VECTORS] = {};
-  const uint8_t* rows = x.data + row * x.row_bytes;
-  const int64_t steps = (ins + 1) / 2;
-  for (int64_t k = 0; k < steps; k++, w += STEP_BYTES) {
-    I weights[VECTORS];
-    fetch(w, ahead);
-    UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = isa::load_int(w + 4 * v * LANES);
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      const I pair = isa::broadcast4(rows + r * x.row_bytes + 4 * k);
-      UNROLL for (int v = 0; v < VECTORS; v++) isa::dot2_into(sums[r][v], weights[v], pair);
-    }
-  }
-  UNROLL for (int r = 0; r < ROWS; r++) {
-    UNROLL for (int v = 0; v < VECTORS; v++) isa::store(out + r * PANEL + v * LANES, sums[r][v]);
-  }
-}
-
-/// Exact sums of a group's products: each is begun at minus what the weights' offset adds, then walks the columns.
-/// int4 weights hold two steps of activations each, so a step of weights reads 8 bytes of a row and not 4.
-template <int ROWS, bool IS_INT4>
-static INLINE void sum_group(I (&sums)[ROWS][VECTORS], const uint8_t* w, const uint8_t* rows, int64_t row_bytes,
-                             int64_t steps, Ahead ahead) {
-  const I low = isa::set_int(0x0f0f0f0f);
-  for (int64_t k = 0; k < steps; k++, w += STEP_BYTES, rows += IS_INT4 ? 8 : 4) {
-    I weights[VECTORS], upper[VECTORS];
-    fetch(w, ahead);
-    UNROLL for (int v = 0; v < VECTORS; v++) {
-      weights[v] = isa::load_int(w + 4 * v * LANES);
-      if (IS_INT4) {
-        upper[v] = (weights[v] >> 4) & low;
-        weights[v] = weights[v] & low;
-      }
-    }
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      const I four = isa::broadcast4(rows + r * row_bytes);
-      UNROLL for (int v = 0; v < VECTORS; v++) isa::dot4_into(sums[r][v], weights[v], four);
-      if (IS_INT4) {
-        const I next = isa::broadcast4(rows + r * row_bytes + 4);
-        UNROLL for (int v = 0; v < VECTORS; v++) isa::dot4_into(sums[r][v], upper[v], next);
-      }
-    }
-  }
-}
-
-/// out = sum over groups of (exact sum) * (activation scale), times the output's scale.
-template <int ROWS>
-static void tile_int8(const Linear& layer, const uint8_t* w, const Activations& x, int64_t row, int64_t panel,
-                      Ahead ahead, float* out) {
-  F totals[ROWS][VECTORS] = {};
-  const uint8_t* rows = x.data + row * x.row_bytes;
-  const int64_t steps = layer.group / 4;
-  for (int64_t g = 0; g < x.num_groups; g++, w += steps * STEP_BYTES, rows += layer.group) {
-    I sums[ROWS][VECTORS];
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      const I begin = isa::set_int(-128 * x.sums[(row + r) * x.num_groups + g]);
-      UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = begin;
-    }
-    sum_group<ROWS, false>(sums, w, rows, x.row_bytes, steps, ahead);
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      const F scale = isa::set(x.scales[(row + r) * x.num_groups + g]);
-      UNROLL for (int v = 0; v < VECTORS; v++) totals[r][v] = isa::fma(isa::from_int(sums[r][v]), scale, totals[r][v]);
-    }
-  }
-  const float* scales = (const float*)layer.scales + panel * PANEL;
-  UNROLL for (int r = 0; r < ROWS; r++) {
-    UNROLL for (int v = 0; v < VECTORS; v++) {
-      isa::store(out + r * PANEL + v * LANES, totals[r][v] * isa::load(scales + v * LANES));
-    }
-  }
-}
-
-/// out = sum over groups of (exact sum * activation scale) * (weight scale).
-template <int ROWS, bool HAS_ZEROS>
-static void tile_int4(const Linear& layer, const uint8_t* w, const Activations& x, int64_t row, int64_t panel,
-                      Ahead ahead, float* out) {
-  UNROLL for (int i = 0; i < ROWS * VECTORS; i++) isa::store(out + i * LANES, isa::zero());
-  const uint8_t* rows = x.data + row * x.row_bytes;
-  const int64_t steps = layer.group / 8;
-  for (int64_t g = 0; g < x.num_groups; g++, w += steps * STEP_BYTES, rows += layer.group) {
-    const int64_t at = (panel * x.num_groups + g) * PANEL;
-    I sums[ROWS][VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; v++) {
-      const I zeros = HAS_ZEROS ? isa::load_uint8_int(layer.zeros + at + v * LANES) : isa::set_int(8);
-      UNROLL for (int r = 0; r < ROWS; r++) sums[r][v] = zeros * isa::set_int(-x.sums[(row + r) * x.num_groups + g]);
-    }
-    sum_group<ROWS, true>(sums, w, rows, x.row_bytes, steps, ahead);
-    UNROLL for (int v = 0; v < VECTORS; v++) {
-      const F scale = isa::load((const bf16_t*)layer.scales + at + v * LANES);
+    UNROLL for (int v = 0; v < VECTORS; v++) words[v] = isa::load_int(w + 4 * v * LANES);
+    UNROLL for (int part = 0; part < PARTS; part++) {
+      I weights[VECTORS];
+      UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = part_of<WORDS>(words[v], part, table);
       UNROLL for (int r = 0; r < ROWS; r++) {
-        float* total = out + r * PANEL + v * LANES;
-        const F value = isa::from_int(sums[r][v]) * isa::set(x.scales[(row + r) * x.num_groups + g]);
+        const I four = isa::broadcast4(rows + r * row_bytes + 4 * part);
+        UNROLL for (int v = 0; v < VECTORS; v++) dot_into<WORDS>(sums[r][v], weights[v], four);
+      }
+    }
+  }
+}
+
+/// One group of a tile: where its scales lie, and its numbers of rows.
+struct Group {
+  int64_t at;     // of the panel's scales; no matter where there is one an output
+  int64_t row0;   // of (R, G) numbers, the first row's
+  int64_t stride;
+};
+
+static INLINE Group group_of(const Tile& tile, int64_t group) {
+  const Linear& layer = tile.layer;
+  const int64_t scale = layer.groups_a_scale > 0 ? tile.panel * scales_a_row(layer) + group / layer.groups_a_scale : 0;
+  return {scale * PANEL, tile.row * tile.x.num_groups + group, tile.x.num_groups};
+}
+
+/// Begin integer sums at minus what the weights' offset adds. Panels hold INT8 weights + 128, and INT4 as they are.
+template <int ROWS>
+static INLINE void begin_integers(const Tile& tile, const Group& group, I (&sums)[ROWS][VECTORS]) {
+  const Linear& layer = tile.layer;
+  const I middle = isa::set_int(layer.format == Format::INT8 ? 128 : middle_of(layer));
+  UNROLL for (int v = 0; v < VECTORS; v++) {
+    const I offset = layer.zeros != nullptr ? isa::load_uint8_int(layer.zeros + group.at + v * LANES) : middle;
+    UNROLL for (int r = 0; r < ROWS; r++) {
+      sums[r][v] = offset * isa::set_int(-tile.x.sums[group.row0 + r * group.stride]);
+    }
+  }
+}
+
+/// totals += sums * activation scale (* weight scale).
+template <int ROWS>
+static INLINE void add_integers(const Tile& tile, const Group& group, const I (&sums)[ROWS][VECTORS]) {
+  const Linear& layer = tile.layer;
+  const float* scales = tile.x.scales + group.row0;
+  UNROLL for (int v = 0; v < VECTORS; v++) {
+    if (layer.groups_a_scale > 0) {
+      const F scale = load_numbers(layer.scales, layer.scale_type, group.at + v * LANES);
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        float* total = tile.totals + r * PANEL + v * LANES;
+        const F value = isa::from_int(sums[r][v]) * isa::set(scales[r * group.stride]);
         isa::store(total, isa::fma(value, scale, isa::load(total)));
       }
+    } else {
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        float* total = tile.totals + r * PANEL + v * LANES;
+        isa::store(total, isa::fma(isa::from_int(sums[r][v]), isa::set(scales[r * group.stride]), isa::load(total)));
+      }
     }
   }
 }
 
-/// Bytes of one panel.
-static inline int64_t panel_bytes(const Linear& layer) {
-  switch (layer.format) {
-    case Format::FP32: return layer.ins * STEP_BYTES;
-    case Format::BF16: return (layer.ins + 1) / 2 * STEP_BYTES;
-    case Format::INT8: return num_groups(layer) * layer.group / 4 * STEP_BYTES;
-    case Format::INT4: return num_groups(layer) * layer.group / 8 * STEP_BYTES;
-  }
-  return 0;
-}
-
+/// totals += (sums - zero point * sum of the row's group) * weight scale.
 template <int ROWS>
-static __attribute__((noinline)) void tile_of(const Linear& layer, const Activations& x, int64_t row, int64_t panel,
-                                              Ahead ahead, float* out) {
-  const uint8_t* w = layer.panels + panel * panel_bytes(layer);
-  if constexpr (ROWS > MAX_INT8_ROWS) {
-    if (layer.format == Format::INT8) {
-      constexpr int FIRST = (ROWS + 1) / 2;
-      tile_of<FIRST>(layer, x, row, panel, ahead, out);
-      return tile_of<ROWS - FIRST>(layer, x, row + FIRST, panel, ahead, out + FIRST * PANEL);
+static INLINE void add_floats(const Tile& tile, const Group& group, const F (&sums)[ROWS][VECTORS]) {
+  const Linear& layer = tile.layer;
+  UNROLL for (int v = 0; v < VECTORS; v++) {
+    const F scale = load_numbers(layer.scales, layer.scale_type, group.at + v * LANES);
+    if (layer.zeros != nullptr) {
+      const float* row_sums = tile.x.float_sums + group.row0;
+      const F zero = isa::from_int(isa::load_uint8_int(layer.zeros + group.at + v * LANES));
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        float* total = tile.totals + r * PANEL + v * LANES;
+        const F value = isa::fma(zero, isa::set(-row_sums[r * group.stride]), sums[r][v]);
+        isa::store(total, isa::fma(value, scale, isa::load(total)));
+      }
+    } else {
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        float* total = tile.totals + r * PANEL + v * LANES;
+        isa::store(total, isa::fma(sums[r][v], scale, isa::load(total)));
+      }
     }
-  } else {
-    if (layer.format == Format::INT8) return tile_int8<ROWS>(layer, w, x, row, panel, ahead, out);
   }
-  if (layer.format == Format::INT4 && layer.zeros) return tile_int4<ROWS, true>(layer, w, x, row, panel, ahead, out);
-  if (layer.format == Format::INT4) return tile_int4<ROWS, false>(layer, w, x, row, panel, ahead, out);
-  if (layer.format == Format::BF16) return tile_bf16<ROWS>(w, x, row, layer.ins, ahead, out);
-  tile_fp32<ROWS>(w, x, row, layer.ins, ahead, out);
 }
 
-using TileFunction = void (*)(const Linear&, const Activations&, int64_t, int64_t, Ahead, float*);
-template <int... COUNTS>
-static TileFunction tile_function(int num_rows, std::integer_sequence<int, COUNTS...>) {
-  static constexpr TileFunction functions[] = {tile_of<COUNTS + 1>...};
-  return functions[num_rows - 1];
+/// totals += minimum * sum of the row's group.
+template <int ROWS>
+static INLINE void add_minima(const Tile& tile, const Group& group) {
+  const float* row_sums = tile.x.float_sums + group.row0;
+  UNROLL for (int v = 0; v < VECTORS; v++) {
+    const F least = load_numbers(tile.layer.mins, tile.layer.min_type, group.at + v * LANES);
+    UNROLL for (int r = 0; r < ROWS; r++) {
+      float* total = tile.totals + r * PANEL + v * LANES;
+      isa::store(total, isa::fma(least, isa::set(row_sums[r * group.stride]), isa::load(total)));
+    }
+  }
 }
 
-/// Products of rows `row` to `row + num_rows` (at most MAX_ROWS) with a panel: (num_rows, PANEL) floats.
-static inline void compute_tile(const Linear& layer, const Activations& x, int64_t row, int num_rows, int64_t panel,
-                                Ahead ahead, float* out) {
-  tile_function(num_rows, std::make_integer_sequence<int, MAX_ROWS>{})(layer, x, row, panel, ahead, out);
+/// Add the products of some rows and columns to `totals`: group by group, each sum begun anew, exact of integers.
+template <int ROWS, Words WORDS>
+static INLINE void grouped_tile(const Tile& tile) {
+  constexpr int64_t COLUMNS = 4 * num_parts(WORDS) / (is_integer(WORDS) ? 1 : widened(WORDS) == Words::BF16 ? 2 : 4);
+  const Linear& layer = tile.layer;
+  const Table<WORDS> table(layer);
+  const int64_t bytes = is_integer(WORDS) ? 1 : widened(WORDS) == Words::BF16 ? 2 : 4;
+  const uint8_t *w = tile.weights, *rows = tile.x.data + tile.row * tile.x.row_bytes;
+  for (int64_t column = tile.begin; column < tile.end; column += layer.group) {
+    const Group group = group_of(tile, column / layer.group);
+    const int64_t width = tile.end - column < layer.group ? tile.end - column : layer.group;
+    const int64_t steps = (width + COLUMNS - 1) / COLUMNS;
+    Sum<WORDS> sums[ROWS][VECTORS] = {};
+    if constexpr (is_integer(WORDS)) begin_integers<ROWS>(tile, group, sums);
+    walk<ROWS, WORDS>(sums, table, w, rows + column * bytes, tile.x.row_bytes, steps, tile.ahead);
+    if constexpr (is_integer(WORDS)) {
+      add_integers<ROWS>(tile, group, sums);
+    } else {
+      add_floats<ROWS>(tile, group, sums);
+    }
+    if (layer.mins != nullptr) add_minima<ROWS>(tile, group);
+    w += steps * STEP_BYTES;
+  }
+}
+
+/// As above without groups: one chain of sums along all columns.
+template <int ROWS, Words WORDS>
+static INLINE void whole_tile(const Tile& tile) {
+  constexpr int64_t BYTES = widened(WORDS) == Words::BF16 ? 2 : 4, COLUMNS = 4 * num_parts(WORDS) / BYTES;
+  const Table<WORDS> table(tile.layer);
+  F sums[ROWS][VECTORS];
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = isa::load(tile.totals + r * PANEL + v * LANES);
+  }
+  const uint8_t* rows = tile.x.data + tile.row * tile.x.row_bytes + tile.begin * BYTES;
+  walk<ROWS, WORDS>(sums, table, tile.weights, rows, tile.x.row_bytes, (tile.end - tile.begin + COLUMNS - 1) / COLUMNS,
+                    tile.ahead);
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) isa::store(tile.totals + r * PANEL + v * LANES, sums[r][v]);
+  }
+}
+
+template <int ROWS, Words WORDS>
+static __attribute__((noinline)) void tile_of(const Tile& tile) {
+  if constexpr (!is_integer(WORDS)) {
+    if (tile.layer.group == 0) return whole_tile<ROWS, WORDS>(tile);
+  }
+  grouped_tile<ROWS, WORDS>(tile);
+}
+
+template <Words WORDS, int... COUNTS>
+static INLINE void run_tile(int num_rows, const Tile& tile, std::integer_sequence<int, COUNTS...>) {
+  static constexpr void (*functions[])(const Tile&) = {tile_of<COUNTS + 1, WORDS>...};
+  functions[num_rows - 1](tile);
+}
+template <Words WORDS>
+static INLINE void run_tile(int num_rows, const Tile& tile) {
+  constexpr int MOST = widened(WORDS) == WORDS ? MAX_ROWS : MAX_WIDENED_ROWS;
+  run_tile<WORDS>(num_rows, tile, std::make_integer_sequence<int, MOST>{});
+}
+
+/// Products of `num_rows` rows, at most MAX_ROWS, or MAX_WIDENED_ROWS where words are widened on the way.
+static inline void compute_tile(Words words, int num_rows, const Tile& tile) {
+  switch (words) {
+    case Words::INT8: return run_tile<Words::INT8>(num_rows, tile);
+    case Words::INT4: return run_tile<Words::INT4>(num_rows, tile);
+    case Words::BF16: return run_tile<Words::BF16>(num_rows, tile);
+    case Words::FP32: return run_tile<Words::FP32>(num_rows, tile);
+    case Words::INT8_AS_FP32: return run_tile<Words::INT8_AS_FP32>(num_rows, tile);
+    case Words::INT4_AS_FP32: return run_tile<Words::INT4_AS_FP32>(num_rows, tile);
+    default: break;
+  }
+  if constexpr (HAS_BF16_DOTS) {
+    if (words == Words::INT8_AS_BF16) return run_tile<Words::INT8_AS_BF16>(num_rows, tile);
+    if (words == Words::INT4_AS_BF16) return run_tile<Words::INT4_AS_BF16>(num_rows, tile);
+  }
 }
 
 }  // namespace linear

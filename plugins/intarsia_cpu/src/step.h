@@ -101,7 +101,9 @@ static Activations enter(const Step& step, const StepNorm& norm, const Linear& l
 /// Return what `linear` reads of rows in the model's dtype: themselves where it can, or their other form.
 template <typename Sync>
 static Activations inputs_of(const Step& step, const Linear& linear, uint8_t* rows, const Part& part, Sync& sync) {
-  if (reads_rows(step.model, linear)) return {rows, linear.ins * step.number_bytes(), nullptr, nullptr, 0};
+  if (reads_rows(step.model, linear)) {
+    return {rows, linear.ins * step.number_bytes(), nullptr, nullptr, nullptr, linear::num_groups(linear)};
+  }
   const Activations inputs = lay_out(linear, part.work.inputs, part.count);
   if (step.is_bf16()) {
     prepare_part(linear, inputs, reinterpret_cast<const bf16_t*>(rows), linear.ins, part.count, part.thread,

@@ -12,7 +12,6 @@ namespace step {
 using linear::Activation;
 using linear::activation_bytes;
 using linear::Activations;
-using linear::Format;
 using linear::lay_out;
 using linear::Linear;
 using linear::linear_part;
@@ -21,8 +20,7 @@ using linear::prepare_part;
 
 /// Whether a linear reads rows in the model's dtype as they lie end to end.
 static bool reads_rows(const StepModel& model, const Linear& linear) {
-  if (model.dtype == STEP_FLOAT32) return linear.format == Format::FP32;
-  return linear.format == Format::BF16 && linear.ins % 2 == 0;  // pairs are read whole
+  return linear::reads_as_is(linear, model.dtype == STEP_FLOAT32 ? linear::Numbers::FP32 : linear::Numbers::BF16);
 }
 
 /// Norm a row of the residual, where there is a norm, and write it as `linear` reads it.

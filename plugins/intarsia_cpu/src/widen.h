@@ -1,0 +1,140 @@
+// Weights of few bits, widened in registers to what a dot product reads: bytes, pairs of bf16, or floats. All exact.
+#pragma once
+
+#include "activations.h"
+
+namespace linear {
+
+constexpr int PANEL = 48;
+constexpr int VECTORS = PANEL / LANES;
+constexpr int64_t STEP_BYTES = 4 * PANEL;
+
+/// How the words of a panel are read: as what they are, or widened.
+enum class Words { INT8, INT4, BF16, INT8_AS_BF16, INT4_AS_BF16, FP32, INT8_AS_FP32, INT4_AS_FP32 };
+
+/// Dot products that a word takes part in: each has four bytes of a row for the other side.
+constexpr int num_parts(Words words) {
+  switch (words) {
+    case Words::INT4:
+    case Words::INT8_AS_BF16: return 2;
+    case Words::INT4_AS_BF16:
+    case Words::INT8_AS_FP32: return 4;
+    case Words::INT4_AS_FP32: return 8;
+    default: return 1;
+  }
+}
+/// What words become.
+constexpr Words widened(Words words) {
+  switch (words) {
+    case Words::INT4: return Words::INT8;
+    case Words::INT8_AS_BF16:
+    case Words::INT4_AS_BF16: return Words::BF16;
+    case Words::INT8_AS_FP32:
+    case Words::INT4_AS_FP32: return Words::FP32;
+    default: return words;
+  }
+}
+constexpr bool is_integer(Words words) {
+  return words == Words::INT8 || words == Words::INT4;
+}
+
+static INLINE Words words_of(const Linear& layer) {
+  const Numbers rows = row_type(layer);
+  if (layer.format == Format::BF16) return Words::BF16;
+  if (layer.format == Format::FP32) return Words::FP32;
+  const bool is_int4 = layer.format == Format::INT4;
+  if (rows == Numbers::BF16) return is_int4 ? Words::INT4_AS_BF16 : Words::INT8_AS_BF16;
+  if (rows == Numbers::FP32) return is_int4 ? Words::INT4_AS_FP32 : Words::INT8_AS_FP32;
+  return is_int4 ? Words::INT4 : Words::INT8;
+}
+
+/// The number that stands for 0 in INT4 weights without zero points: widened weights have it taken off.
+static INLINE int middle_of(const Linear& layer) {
+  return layer.zeros != nullptr || layer.mins != nullptr ? 0 : 8;
+}
+
+/// What 4 bits stand for, in a vector to look up.
+template <Words WORDS>
+struct Table {
+  I values;
+
+  explicit INLINE Table(const Linear& layer) : values(isa::set_int(middle_of(layer))) {
+#if ISA_AVX512
+    if constexpr (WORDS == Words::INT4_AS_FP32) {
+      values = isa::as_int(isa::from_int(isa::iota() - values));
+    } else if constexpr (WORDS == Words::INT4_AS_BF16) {
+      // 32 of 16 bits, the second half as the first: the bit above a nibble does not matter.
+      const I even = 2 * (isa::iota() & 7) - values, odd = even + 1;
+      values = (I)((U)isa::as_int(isa::from_int(even)) >> 16) | isa::as_int(isa::from_int(odd));
+    }
+#endif
+  }
+};
+
+/// Column `column` of INT8 words, or of INT4 words of float rows, as floats.
+template <Words WORDS>
+static INLINE F float_of(I word, int column, const Table<WORDS>& table) {
+  if constexpr (WORDS == Words::INT8_AS_FP32 || WORDS == Words::INT8_AS_BF16) {
+    return isa::from_int((I)((U)word << (24 - 8 * column)) >> 24);
+  } else {
+    const I shifted = word >> (4 * (column / 2) + 16 * (column % 2));
+#if ISA_AVX512
+    return (F)_mm512_permutexvar_ps((__m512i)shifted, (__m512)table.values);
+#else
+    return isa::from_int((shifted & 15) - table.values);
+#endif
+  }
+}
+
+/// The weights of a word's part.
+template <Words WORDS>
+static INLINE I part_of(I word, int part, const Table<WORDS>& table) {
+  if constexpr (WORDS == Words::INT4) {
+    return (part == 0 ? word : word >> 4) & 0x0f0f0f0f;
+  } else if constexpr (WORDS == Words::INT8_AS_FP32 || WORDS == Words::INT4_AS_FP32) {
+    return isa::as_int(float_of<WORDS>(word, part, table));
+#if ISA_AVX512
+  } else if constexpr (WORDS == Words::INT4_AS_BF16) {
+    return (I)_mm512_permutexvar_epi16((__m512i)(word >> (4 * part)), (__m512i)table.values);
+#endif
+  } else if constexpr (WORDS == Words::INT8_AS_BF16) {
+    // The lower halves of these floats are 0.
+    const I first = isa::as_int(float_of<WORDS>(word, 2 * part, table));
+    return (I)((U)first >> 16) | isa::as_int(float_of<WORDS>(word, 2 * part + 1, table));
+  } else {
+    return word;
+  }
+}
+
+/// Widen `steps` steps of a panel, asking for what lies `distance` bytes on.
+template <Words WORDS>
+static __attribute__((noinline)) void widen_steps(const Linear& layer, const uint8_t* from, int64_t steps,
+                                                  int64_t distance, uint8_t* to) {
+  constexpr int PARTS = num_parts(WORDS);
+  const Table<WORDS> table(layer);
+  for (int64_t k = 0; k < steps; k++, from += STEP_BYTES, to += PARTS * STEP_BYTES) {
+    for (int64_t line = 0; line < STEP_BYTES; line += 64) isa::prefetch(from + distance + line);
+    for (int v = 0; v < VECTORS; v++) {
+      const I word = isa::load_int(from + 4 * v * LANES);
+      UNROLL for (int part = 0; part < PARTS; part++) {
+        isa::store_int(to + part * STEP_BYTES + 4 * v * LANES, part_of<WORDS>(word, part, table));
+      }
+    }
+  }
+}
+
+static inline void widen(const Linear& layer, Words words, const uint8_t* from, int64_t steps, int64_t distance,
+                         uint8_t* to) {
+  switch (words) {
+    case Words::INT4: return widen_steps<Words::INT4>(layer, from, steps, distance, to);
+    case Words::INT8_AS_FP32: return widen_steps<Words::INT8_AS_FP32>(layer, from, steps, distance, to);
+    case Words::INT4_AS_FP32: return widen_steps<Words::INT4_AS_FP32>(layer, from, steps, distance, to);
+    default: break;
+  }
+  if constexpr (HAS_BF16_DOTS) {
+    if (words == Words::INT8_AS_BF16) return widen_steps<Words::INT8_AS_BF16>(layer, from, steps, distance, to);
+    if (words == Words::INT4_AS_BF16) return widen_steps<Words::INT4_AS_BF16>(layer, from, steps, distance, to);
+  }
+}
+
+}  // namespace linear
