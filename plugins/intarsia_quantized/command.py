@@ -16,6 +16,8 @@ from intarsia.protocols import CommandContext, Parts
 
 #: What composes quickest: nothing runs.
 _PARTS = {"kernels": "torch", "runner": "eager", "attention": "sdpa", "scheduler": "static"}
+#: Options of quantizers whose defaults are made for our kernels: other engines run int8 with a scale a row alone.
+_OPTIONS: dict[str, dict[str, Any]] = {"int8": {"group": 0}}
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -76,7 +78,7 @@ class QuantizeCommand:
             self._write(self._compose(model, to, calibration, overrides), out, dtype, force=force)
 
     def _compose(self, model: str, to: str, calibration: str | None, overrides: Sequence[str]) -> Parts:
-        quantizer = {"use": to} | ({} if calibration is None else {"calibration": calibration})
+        quantizer = {"use": to, **_OPTIONS.get(to, {})} | ({} if calibration is None else {"calibration": calibration})
         # One token's cache, since none will run; weights are read one by one, as floats.
         engine = {"device": "cpu", "dtype": "float32", "max_model_len": 1}
         table: dict[str, Any] = {

@@ -61,7 +61,9 @@ def compress(module: str, weight: Weight) -> dict[str, torch.Tensor]:
 def _words(numbers: torch.Tensor) -> torch.Tensor:
     """Return rows of bytes as int32 words, the last filled up; int8 becomes numbers from 0."""
     packed = numbers.view(torch.uint8) ^ 0x80 if numbers.dtype == torch.int8 else numbers
-    return torch.nn.functional.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 4))
+    # Not `contiguous`, for which strides of an axis of one do not matter; `view` asks for them.
+    return padded.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def _nibbles(numbers: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ class FolderWriter:
         (self.path / name).write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def finish(self) -> None:
-        """Name the shards, and write the index that lists them where there are several. config.json is written by now."""
+        """Name the shards, and list them in an index where there are several; config.json is written by now."""
         self._write_shard()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
