@@ -71,7 +71,8 @@ def write_gguf(
         means[name] = np.ascontiguousarray(values.T) if linear else values
         ours[name] = _converted(name, values, config)
     tensors = _named(ours, config)
-    kinds = {name: stored[theirs][0] for theirs in stored for name in _named({theirs: ours[theirs]}, config)}
+    named = _named({name: ours[name] for name in stored}, config)
+    kinds = dict(zip(named, (kind for kind, _ in stored.values()), strict=True))
     tensors |= _rope_factors(config)
     tensors = edit(tensors) if edit else tensors
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
