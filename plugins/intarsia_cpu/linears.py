@@ -31,8 +31,10 @@ from intarsia.ops import linear as reference
 from intarsia.protocols import Kernel
 from intarsia.quantizing.integers import FORMATS as INTEGER_FORMATS
 from intarsia.quantizing.integers import IntegerFormat
+from intarsia.quantizing.sparse import SparseFormat
 from intarsia.types import Invariance, Weight, WeightFormat, dense
 from intarsia_cpu import build as kernels
+from intarsia_cpu import sparse
 
 #: Outputs a panel.
 PANEL = 48
@@ -44,9 +46,9 @@ FP32, BF16, INT8, INT4 = range(4)
 #: `linear::Numbers`.
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 #: Names of the weight formats that are read.
-FORMATS = frozenset({"dense", *(layout.name for layout in INTEGER_FORMATS)})
+FORMATS = frozenset({"dense", "sparse24", "sparse24_int8", *(layout.name for layout in INTEGER_FORMATS)})
 #: The same in words.
-FORMATS_READ = "dense, and int8* and int4* with scales a row or a group, zero points or minima"
+FORMATS_READ = "dense, sparse24, sparse24_int8, and int8* and int4* with scales a row or a group, zero points or minima"
 _BITWISE: dict[str, Invariance] = {"float32": "bitwise", "bfloat16": "bitwise"}
 #: A packed weight's names for tensors of one number an output and group, or an output.
 _SCALES = {"scales": "scale", "zeros": "zero", "mins": "min"}
@@ -59,7 +61,7 @@ class LinearStruct(ctypes.Structure):
     """`linear::Linear`: a packed layer. Its pointers are borrowed from a packed weight's tensors."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("format", "gated", "activations", "scale_type", "min_type", "unused")),
+        *((name, ctypes.c_int32) for name in ("format", "gated", "activations", "scale_type", "min_type", "sparse")),
         *((name, ctypes.c_int64) for name in ("outs", "ins", "group", "groups_a_scale")),
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "zeros", "mins", "bias", "input_scale")),
     )
@@ -95,27 +97,33 @@ class Packed:
     @property
     def is_integer(self) -> bool:
         """Whether it was packed from whole numbers."""
-        return isinstance(self.source, IntegerFormat)
+        return self.integers is not None
+
+    @property
+    def integers(self) -> IntegerFormat | None:
+        """How whole numbers are multiplied: as their format says, and those of a sparse weight as `int8`."""
+        if isinstance(self.source, SparseFormat):
+            return IntegerFormat(8) if self.source.values == "int8" else None
+        return self.source if isinstance(self.source, IntegerFormat) else None
 
     @property
     def keeps_floats(self) -> bool:
         """Whether activations stay floats."""
-        return not isinstance(self.source, IntegerFormat) or self.source.activations == "float"
+        return self.integers is None or self.integers.activations == "float"
 
     @property
     def group(self) -> int:
         """Columns whose products are summed and scaled apart; 0 where that is the whole row."""
-        if not isinstance(self.source, IntegerFormat):
+        layout = self.integers
+        if layout is None:
             return 0
-        if self.source.activations == "float":
-            return self.source.group or 0
-        return min(GROUP, self.source.group or GROUP)
+        return layout.group or 0 if layout.activations == "float" else min(GROUP, layout.group or GROUP)
 
     @property
     def groups_a_scale(self) -> int:
         """Of such groups, how many share a weight scale; 0 where there is one an output."""
-        layout = self.source
-        return layout.group // self.group if isinstance(layout, IntegerFormat) and layout.group else 0
+        layout = self.integers
+        return layout.group // self.group if layout is not None and layout.group else 0
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         """Return the weight (N, C) that was packed, as its own format dequantizes it."""
@@ -163,6 +171,8 @@ def pack(weight: Weight) -> Weight:
         return _pack_dense(weight)
     if isinstance(weight.format, IntegerFormat):
         return _pack_integers(weight, weight.format)
+    if isinstance(weight.format, SparseFormat):
+        return _pack_sparse(weight, weight.format)
     raise CompositionError(f"the CPU kernels do not read weights in the format {weight.format.name!r}")
 
 
@@ -194,6 +204,21 @@ def _pack_integers(weight: Weight, layout: IntegerFormat) -> Weight:
     return Weight(packed, tensors, (outs, ins))
 
 
+def _pack_sparse(weight: Weight, layout: SparseFormat) -> Weight:
+    kind = {"float32": FP32, "bfloat16": BF16, "int8": INT8}.get(layout.values, FP32)
+    tensors = {"panels": sparse.to_panels(weight)}
+    if "scale" in weight.tensors:
+        tensors["scales"] = _panels(weight.tensors["scale"][:, None])
+    return Weight(Packed(layout, kind), tensors, weight.shape)
+
+
+def _unpack_sparse(weight: Weight, layout: SparseFormat) -> Weight:
+    tensors = sparse.from_panels(weight.tensors["panels"], layout, weight.shape)
+    if "scales" in weight.tensors:
+        tensors["scale"] = _rows(weight.tensors["scales"], weight.shape[0]).flatten()
+    return Weight(layout, tensors, weight.shape)
+
+
 def _order(packed: Packed) -> tuple[int, ...]:
     return _NIBBLES[None if packed.keeps_floats else torch.int8]
 
@@ -218,6 +243,8 @@ def unpack(weight: Weight) -> Weight:
     """Return the weight that was packed, bit for bit."""
     packed, (outs, ins) = weight.format, weight.shape
     assert isinstance(packed, Packed)
+    if isinstance(packed.source, SparseFormat):
+        return _unpack_sparse(weight, packed.source)
     words = _rows(weight.tensors["panels"], outs).contiguous()
     if not packed.is_integer:
         dtype = torch.float32 if packed.kind == FP32 else torch.bfloat16
@@ -247,7 +274,10 @@ def interleave(weight: Weight) -> Weight:
     tensors = {
         name: tensor if name == "input_scale" else _paired(tensor, weight.shape[0])
         for name, tensor in weight.tensors.items()
+        if name != "panels" or not isinstance(packed.source, SparseFormat)
     }
+    if isinstance(packed.source, SparseFormat):
+        tensors["panels"] = sparse.interleaved(weight.tensors["panels"], packed.source, weight.shape)
     return Weight(packed, tensors, weight.shape)
 
 
@@ -278,6 +308,7 @@ def struct(
         activations=_NUMBERS[activations],
         scale_type=0 if scales is None else _NUMBERS[scales.dtype],
         min_type=0 if mins is None else _NUMBERS[mins.dtype],
+        sparse=isinstance(packed.source, SparseFormat),
         outs=weight.shape[0] // 2 if gated else weight.shape[0],
         ins=weight.shape[1],
         group=packed.group,

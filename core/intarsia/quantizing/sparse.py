@@ -43,6 +43,8 @@ def _half_byte(kept: int) -> int:
 
 #: Bits of the kept columns -> their half byte.
 _HALF_BYTES = torch.tensor([_half_byte(kept) for kept in range(1 << GROUP)], dtype=torch.uint8)
+#: Of a group that keeps its first two columns.
+_FILLING = _half_byte(0)
 
 
 @frozen
@@ -67,16 +69,14 @@ class SparseFormat:
         groups = -(-ins // GROUP)
         return outs * (groups * KEPT * dtype.itemsize + -(-groups // 2) + (4 if self.values == "int8" else 0))
 
-    def columns(self, weight: Weight) -> torch.Tensor:
-        """Return the columns that are kept, counted within their group, (N, G, 2) in int64."""
-        stored = weight.tensors["indices"]
-        halves = torch.stack((stored & _HALF_BYTE, stored >> 4), dim=-1).flatten(1)
-        halves = halves[:, : -(-weight.shape[1] // GROUP)].long()
-        return torch.stack((halves & 3, halves >> 2), dim=-1)
+    def half_bytes(self, weight: Weight) -> torch.Tensor:
+        """Return the half byte of each group, (N, G) in uint8."""
+        return _halves(weight.tensors["indices"])[:, : -(-weight.shape[1] // GROUP)]
 
     def numbers(self, weight: Weight) -> torch.Tensor:
         """Return the whole matrix (N, C) in the dtype of its values, without scales."""
-        columns, values = self.columns(weight), weight.tensors["values"]
+        halves, values = self.half_bytes(weight).long(), weight.tensors["values"]
+        columns = torch.stack((halves & 3, halves >> 2), dim=-1)
         groups = values.new_zeros(*columns.shape[:2], GROUP)
         return groups.scatter_(2, columns, values.view(columns.shape)).flatten(1)[:, : weight.shape[1]]
 
@@ -106,23 +106,27 @@ class SparseFormat:
         first, last = start // GROUP, -(-stop // GROUP)
         tensors = dict(weight.tensors) | {
             "values": weight.tensors["values"][:, KEPT * first : KEPT * last],
-            "indices": _halves(weight.tensors["indices"], first, last),
+            "indices": _some(weight.tensors["indices"], first, last),
         }
         return Weight(self, tensors, (outs, stop - start))
 
 
-def _halves(stored: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return the half bytes of some groups, packed from a low half on."""
+def _halves(stored: torch.Tensor) -> torch.Tensor:
+    """Return half bytes, each in a byte."""
+    return torch.stack((stored & _HALF_BYTE, stored >> 4), dim=-1).flatten(1)
+
+
+def _some(stored: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return the bytes of groups `first` to `last`, packed from a low half on."""
     part = stored[:, first // 2 : -(-last // 2)]
-    if first % 2 == 0:
+    if first % 2 == 0 and last % 2 == 0:
         return part
-    halves = torch.stack((part & _HALF_BYTE, part >> 4), dim=-1).flatten(1)
-    return _pack_halves(halves[:, 1 : 1 + last - first])
+    return pack_half_bytes(_halves(part)[:, first % 2 :][:, : last - first])
 
 
-def _pack_halves(halves_NG: torch.Tensor) -> torch.Tensor:
+def pack_half_bytes(halves_NG: torch.Tensor) -> torch.Tensor:
     """Return half bytes two a byte, (N, ceil(G / 2))."""
-    halves = functional.pad(halves_NG, (0, halves_NG.shape[1] % 2), value=int(_HALF_BYTES[0]))
+    halves = functional.pad(halves_NG, (0, halves_NG.shape[1] % 2), value=_FILLING)
     return halves[:, 0::2] | halves[:, 1::2] << 4
 
 
@@ -200,7 +204,7 @@ def compress(
     check_mask(name, mask)
     first, second, third, fourth = _groups(mask.to(torch.uint8)).unbind(-1)
     halves = _HALF_BYTES.to(mask.device)[(first | second << 1 | third << 2 | fourth << 3).int()]
-    tensors = {"values": _taken(torch.where(mask, numbers_NC, 0), halves), "indices": _pack_halves(halves)}
+    tensors = {"values": _taken(torch.where(mask, numbers_NC, 0), halves), "indices": pack_half_bytes(halves)}
     if scale_N is not None:
         tensors["scale"] = scale_N
     dtype: SparseValues = str(numbers_NC.dtype).removeprefix("torch.")  # type: ignore[assignment]

@@ -15,7 +15,7 @@ struct Linear {
   int32_t gated;        // panels come in pairs, gate and up, and the layer gives activation(gate) * up
   Numbers activations;  // what rows become: FP32, BF16, or INT8 with a scale a token and group
   Numbers scale_type, min_type;
-  int32_t unused;
+  int32_t sparse;       // panels keep two of every four columns; see `sparse_tiles.h`
   int64_t outs;            // N; of a gated layer, half the rows of its weight
   int64_t ins;             // C
   int64_t group;           // columns whose sum is scaled apart, a multiple of 8; 0: the whole row
@@ -63,6 +63,10 @@ static INLINE int64_t columns_a_word(Format format) {
   }
   return 0;
 }
+/// Columns of an output in one step of a panel.
+static INLINE int64_t columns_a_step(const Linear& layer) {
+  return layer.sparse ? 4 : columns_a_word(layer.format);
+}
 static inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -79,7 +83,7 @@ static inline bool needs_float_sums(const Linear& layer) {
 /// Whether the layer reads rows of this type as they lie.
 static inline bool reads_as_is(const Linear& layer, Numbers type) {
   return type == row_type(layer) && layer.input_scale == nullptr && !needs_float_sums(layer) &&
-         layer.ins % columns_a_word(layer.format) == 0;  // words are read whole
+         layer.ins % columns_a_step(layer) == 0;  // steps are read whole
 }
 /// Bytes of a row as this layer reads it; a multiple of 64, so that rows may be prepared side by side.
 static inline int64_t row_bytes(const Linear& layer) {

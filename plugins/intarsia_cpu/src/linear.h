@@ -9,6 +9,8 @@
 //   INT4  eight weights: four low nibbles, then the four high ones; for float rows the even columns in the lower half of
 //         the word from its lowest bits on, the odd ones in the upper half
 //
+// Panels of 2:4 sparse weights hold less, which becomes such words: see `sparse_tiles.h`.
+//
 // Integers can have a scale an output, or scales a group of columns, with zero points or minima. Rows become int8 with a
 // scale a group (then sums of a group are exact), or stay floats and weights are widened to floats, which is exact.
 //
@@ -88,8 +90,8 @@ static void finish(const Linear& layer, const Output& out, int64_t row, int64_t 
 
 /// Bytes of one panel.
 static inline int64_t panel_bytes(const Linear& layer) {
-  const int64_t columns = columns_a_word(layer.format);
-  return (layer.ins + columns - 1) / columns * STEP_BYTES;
+  const int64_t columns = columns_a_step(layer);
+  return (layer.ins + columns - 1) / columns * step_bytes(words_of(layer));
 }
 
 /// Rows that share one pass over the panels, at most: a multiple of MAX_ROWS.
@@ -111,15 +113,15 @@ static void products(const Linear& layer, const Activations& x, Range rows, int6
     return compute_tile(words, (int)num_rows, tile);
   }
   alignas(64) uint8_t widened_chunk[CHUNK_BYTES];
-  const int64_t columns = columns_a_word(layer.format), parts = num_parts(words);
+  const int64_t columns = columns_a_step(layer), parts = num_parts(words);
   const int64_t chunk = CHUNK_BYTES / STEP_BYTES * columns / parts;
   const int64_t next_panel = panel_bytes(layer) * (layer.gated ? 2 : 1);
   for (int64_t begin = 0; begin < layer.ins; begin += chunk) {
     const int64_t end = begin + chunk < layer.ins ? begin + chunk : layer.ins;
-    const uint8_t* read = weights + begin / columns * STEP_BYTES;
+    const uint8_t* read = weights + begin / columns * step_bytes(words);
     if (words != wide) {
       const int64_t steps = (end - begin + columns - 1) / columns;
-      widen(layer, words, read, steps, steps * STEP_BYTES, widened_chunk);  // and fetch the next chunk
+      widen(layer, words, read, steps, steps * step_bytes(words), widened_chunk);  // and fetch the next chunk
       read = widened_chunk;
     }
     for (int64_t i = 0; i < num_tiles; i++) {

@@ -26,10 +26,11 @@ struct Ahead {
   bool whole;
 };
 
+template <int64_t BYTES>
 static INLINE void fetch(const uint8_t* weights, Ahead ahead) {
   isa::prefetch(weights + ahead.distance);
   if (ahead.whole) {
-    UNROLL for (int64_t line = 64; line < STEP_BYTES; line += 64) isa::prefetch(weights + ahead.distance + line);
+    UNROLL for (int64_t line = 64; line < BYTES; line += 64) isa::prefetch(weights + ahead.distance + line);
   }
 }
 
@@ -64,13 +65,21 @@ template <int ROWS, Words WORDS>
 static INLINE void walk(Sum<WORDS> (&sums)[ROWS][VECTORS], const Table<WORDS>& table, const uint8_t* w,
                         const uint8_t* rows, int64_t row_bytes, int64_t steps, Ahead ahead) {
   constexpr int PARTS = num_parts(WORDS);
-  for (int64_t k = 0; k < steps; k++, w += STEP_BYTES, rows += 4 * PARTS) {
+  for (int64_t k = 0; k < steps; k++, w += step_bytes(WORDS), rows += 4 * PARTS) {
     I words[VECTORS];
-    fetch(w, ahead);
-    UNROLL for (int v = 0; v < VECTORS; v++) words[v] = isa::load_int(w + 4 * v * LANES);
+    fetch<step_bytes(WORDS)>(w, ahead);
+    if constexpr (!is_sparse(WORDS)) {
+      UNROLL for (int v = 0; v < VECTORS; v++) words[v] = isa::load_int(w + 4 * v * LANES);
+    }
     UNROLL for (int part = 0; part < PARTS; part++) {
       I weights[VECTORS];
-      UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = part_of<WORDS>(words[v], part, table);
+      UNROLL for (int v = 0; v < VECTORS; v++) {
+        if constexpr (is_sparse(WORDS)) {
+          weights[v] = sparse_part_of<WORDS>(w, v, part);
+        } else {
+          weights[v] = part_of<WORDS>(words[v], part, table);
+        }
+      }
       UNROLL for (int r = 0; r < ROWS; r++) {
         const I four = isa::broadcast4(rows + r * row_bytes + 4 * part);
         UNROLL for (int v = 0; v < VECTORS; v++) dot_into<WORDS>(sums[r][v], weights[v], four);
@@ -184,7 +193,7 @@ static INLINE void grouped_tile(const Tile& tile) {
       add_floats<ROWS>(tile, group, sums);
     }
     if (layer.mins != nullptr) add_minima<ROWS>(tile, group);
-    w += steps * STEP_BYTES;
+    w += steps * step_bytes(WORDS);
   }
 }
 
@@ -233,6 +242,9 @@ static inline void compute_tile(Words words, int num_rows, const Tile& tile) {
     case Words::FP32: return run_tile<Words::FP32>(num_rows, tile);
     case Words::INT8_AS_FP32: return run_tile<Words::INT8_AS_FP32>(num_rows, tile);
     case Words::INT4_AS_FP32: return run_tile<Words::INT4_AS_FP32>(num_rows, tile);
+    case Words::SPARSE_INT8: return run_tile<Words::SPARSE_INT8>(num_rows, tile);
+    case Words::SPARSE_BF16: return run_tile<Words::SPARSE_BF16>(num_rows, tile);
+    case Words::SPARSE_FP32: return run_tile<Words::SPARSE_FP32>(num_rows, tile);
     default: break;
   }
   if constexpr (HAS_BF16_DOTS) {

@@ -2,22 +2,28 @@
 #pragma once
 
 #include "activations.h"
+#include "sparse_tiles.h"
 
 namespace linear {
 
 constexpr int PANEL = 48;
 constexpr int VECTORS = PANEL / LANES;
 constexpr int64_t STEP_BYTES = 4 * PANEL;
+static_assert(sparse::OUTS == PANEL);
 
 /// How the words of a panel are read: as what they are, or widened.
-enum class Words { INT8, INT4, BF16, INT8_AS_BF16, INT4_AS_BF16, FP32, INT8_AS_FP32, INT4_AS_FP32 };
+enum class Words {
+  INT8, INT4, BF16, INT8_AS_BF16, INT4_AS_BF16, FP32, INT8_AS_FP32, INT4_AS_FP32, SPARSE_INT8, SPARSE_BF16, SPARSE_FP32
+};
 
 /// Dot products that a word takes part in: each has four bytes of a row for the other side.
 constexpr int num_parts(Words words) {
   switch (words) {
     case Words::INT4:
+    case Words::SPARSE_BF16:
     case Words::INT8_AS_BF16: return 2;
     case Words::INT4_AS_BF16:
+    case Words::SPARSE_FP32:
     case Words::INT8_AS_FP32: return 4;
     case Words::INT4_AS_FP32: return 8;
     default: return 1;
@@ -26,19 +32,38 @@ constexpr int num_parts(Words words) {
 /// What words become.
 constexpr Words widened(Words words) {
   switch (words) {
-    case Words::INT4: return Words::INT8;
+    case Words::INT4:
+    case Words::SPARSE_INT8: return Words::INT8;
+    case Words::SPARSE_BF16:
     case Words::INT8_AS_BF16:
     case Words::INT4_AS_BF16: return Words::BF16;
+    case Words::SPARSE_FP32:
     case Words::INT8_AS_FP32:
     case Words::INT4_AS_FP32: return Words::FP32;
     default: return words;
   }
 }
 constexpr bool is_integer(Words words) {
-  return words == Words::INT8 || words == Words::INT4;
+  return widened(words) == Words::INT8;
+}
+constexpr bool is_sparse(Words words) {
+  return words == Words::SPARSE_INT8 || words == Words::SPARSE_BF16 || words == Words::SPARSE_FP32;
+}
+/// Bytes of a panel's step.
+constexpr int64_t step_bytes(Words words) {
+  switch (words) {
+    case Words::SPARSE_INT8: return sparse::INT8_BYTES;
+    case Words::SPARSE_BF16: return sparse::BF16_BYTES;
+    case Words::SPARSE_FP32: return sparse::FP32_BYTES;
+    default: return STEP_BYTES;
+  }
 }
 
 static INLINE Words words_of(const Linear& layer) {
+  if (layer.sparse) {
+    return layer.format == Format::INT8 ? Words::SPARSE_INT8
+           : layer.format == Format::BF16 ? Words::SPARSE_BF16 : Words::SPARSE_FP32;
+  }
   const Numbers rows = row_type(layer);
   if (layer.format == Format::BF16) return Words::BF16;
   if (layer.format == Format::FP32) return Words::FP32;
@@ -106,18 +131,32 @@ static INLINE I part_of(I word, int part, const Table<WORDS>& table) {
   }
 }
 
+/// The weights of vector `v` of a sparse step, in its part `part`.
+template <Words WORDS>
+static INLINE I sparse_part_of(const uint8_t* step, int v, int part) {
+  if constexpr (WORDS == Words::SPARSE_INT8) return sparse::int8_word(step, v);
+  if constexpr (WORDS == Words::SPARSE_BF16) return sparse::bf16_pairs(step, v, part);
+  return sparse::fp32_column(step, v, part);
+}
+
 /// Widen `steps` steps of a panel, asking for what lies `distance` bytes on.
 template <Words WORDS>
 static __attribute__((noinline)) void widen_steps(const Linear& layer, const uint8_t* from, int64_t steps,
                                                   int64_t distance, uint8_t* to) {
   constexpr int PARTS = num_parts(WORDS);
   const Table<WORDS> table(layer);
-  for (int64_t k = 0; k < steps; k++, from += STEP_BYTES, to += PARTS * STEP_BYTES) {
-    for (int64_t line = 0; line < STEP_BYTES; line += 64) isa::prefetch(from + distance + line);
+  for (int64_t k = 0; k < steps; k++, from += step_bytes(WORDS), to += PARTS * STEP_BYTES) {
+    for (int64_t line = 0; line < step_bytes(WORDS); line += 64) isa::prefetch(from + distance + line);
     for (int v = 0; v < VECTORS; v++) {
-      const I word = isa::load_int(from + 4 * v * LANES);
+      const I word = is_sparse(WORDS) ? I{} : isa::load_int(from + 4 * v * LANES);
       UNROLL for (int part = 0; part < PARTS; part++) {
-        isa::store_int(to + part * STEP_BYTES + 4 * v * LANES, part_of<WORDS>(word, part, table));
+        I weights;
+        if constexpr (is_sparse(WORDS)) {
+          weights = sparse_part_of<WORDS>(from, v, part);
+        } else {
+          weights = part_of<WORDS>(word, part, table);
+        }
+        isa::store_int(to + part * STEP_BYTES + 4 * v * LANES, weights);
       }
     }
   }
@@ -129,6 +168,9 @@ static inline void widen(const Linear& layer, Words words, const uint8_t* from, 
     case Words::INT4: return widen_steps<Words::INT4>(layer, from, steps, distance, to);
     case Words::INT8_AS_FP32: return widen_steps<Words::INT8_AS_FP32>(layer, from, steps, distance, to);
     case Words::INT4_AS_FP32: return widen_steps<Words::INT4_AS_FP32>(layer, from, steps, distance, to);
+    case Words::SPARSE_INT8: return widen_steps<Words::SPARSE_INT8>(layer, from, steps, distance, to);
+    case Words::SPARSE_BF16: return widen_steps<Words::SPARSE_BF16>(layer, from, steps, distance, to);
+    case Words::SPARSE_FP32: return widen_steps<Words::SPARSE_FP32>(layer, from, steps, distance, to);
     default: break;
   }
   if constexpr (HAS_BF16_DOTS) {
