@@ -12,9 +12,13 @@ from intarsia.config import as_dict, fingerprint
 from intarsia.invariance import promises
 from intarsia.machine import free_memory
 from intarsia.models.weights import num_parameters
+from intarsia.ops import ANY_FORMAT
 from intarsia.protocols import Parts, Selection
 from intarsia.recommended import recommended
-from intarsia.types import EngineConfig
+from intarsia.types import DENSE, EngineConfig
+
+#: What would pay.
+_PAYS = "Kernels or a runner that read it as it is would; why others are not here is said of `kernels` and `runner`"
 
 
 def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
@@ -25,6 +29,7 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         engine: the shared options as resolved.
         parts: slot -> key, provider, asked_by, reason, options; a slot with several parts lists them under `all`.
         ops: op -> the key of who implements it.
+        formats: weight format -> who reads it, and whether it pays here, see `weight_formats`.
         sampling: name -> what requests take that do not say, and `recommended`: the names of those that are the
             model's, from its generation_config.json or metadata.
         memory: bytes, see `memory_plan`.
@@ -33,11 +38,13 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
             process.
     """
     by_part = promises(parts.ops, parts.attention, parts.selection("runner").provider, parts.engine.dtype)
+    formats = weight_formats(parts)
     report: dict[str, Any] = {
         "model": _model(config, parts),
         "engine": _plain(attrs.asdict(parts.engine)),
-        "parts": _parts(parts),
+        "parts": _parts(parts, formats),
         "ops": {name: choice.source for name, choice in parts.ops.choices.items()},
+        "formats": formats,
         "sampling": {
             **attrs.asdict(parts.sampling),
             "recommended": sorted(recommended(config.model, parts.checkpoint)),
@@ -62,7 +69,7 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
 
     Keys:
         weights: all of them, as loaded.
-        token: 2 x layers x kv heads x head dim x bytes a number; page: page_size of them.
+        token: 2 x layers x kv heads x (head dim x bytes a number + bytes of a scale); page: page_size of them.
         pages, cache: those that sequences can use, and their bytes.
         spare: one page more, which holds no sequence: padded tokens write there.
         drafter: what it takes beside: pages of its own, a second model.
@@ -91,6 +98,29 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
     }
 
 
+def weight_formats(parts: Parts) -> dict[str, dict[str, Any]]:
+    """Return who multiplies by weights of each format that the composition has, and whether that pays.
+
+    Keys of each:
+        read_by: slot and key.
+        pays: whether few bits make a step faster than floats would, not only smaller in memory.
+        remark: where it does not, why, and what would; else empty.
+    """
+    runner = parts.selection("runner").provider
+    chosen = {
+        name[len("linear[") : -1]: choice for name, choice in parts.ops.choices.items() if name.startswith("linear[")
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for weight_format, choice in chosen.items():
+        # A runner that promises a level of its own computes all by its own code.
+        reader = f"runner {runner.key!r}" if runner.invariance else f"kernels {choice.source!r}"
+        dequantizes = choice.kernel.dequantizes or ANY_FORMAT in choice.kernel.formats
+        pays = weight_format == DENSE.name or bool(runner.invariance) or not dequantizes
+        remark = "" if pays else f"{weight_format} does not pay here: each step dequantizes it ({reader}). {_PAYS}"
+        found[weight_format] = {"read_by": reader, "pays": pays, "remark": remark}
+    return found
+
+
 def _model(config: EngineConfig, parts: Parts) -> dict[str, Any]:
     spec = parts.spec
     attention = spec.layers[0].attention
@@ -109,14 +139,25 @@ def _model(config: EngineConfig, parts: Parts) -> dict[str, Any]:
     }
 
 
-def _parts(parts: Parts) -> dict[str, Any]:
+def _parts(parts: Parts, formats: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     slots: dict[str, list[dict[str, Any]]] = {}
     for selection in parts.selections:
         slots.setdefault(selection.slot, []).append(_selection(selection))
+    # Whoever brings a format hears of it: the quantizers that make it, and the loader where files have it.
+    made = [quantizer.format for quantizer in parts.quantizers]
+    for part, weight_format in zip(slots.get("quantizer", []), made, strict=True):
+        _remark(part, formats[weight_format]["remark"])
+    for weight_format, facts in formats.items():
+        if weight_format not in made:
+            _remark(slots["loader"][0], facts["remark"])
     return {
         slot: chosen[0] if len(chosen) == 1 else chosen[0] | {"key": "+".join(c["key"] for c in chosen), "all": chosen}
         for slot, chosen in slots.items()
     }
+
+
+def _remark(part: dict[str, Any], remark: str) -> None:
+    part["reason"] = "; ".join(filter(None, (part["reason"], remark)))
 
 
 def _selection(selection: Selection) -> dict[str, Any]:

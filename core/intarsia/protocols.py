@@ -328,6 +328,7 @@ class Kernel:
         pack: for `linear`: turns a weight of its formats into what `call` reads best, once, while weights load. `call`
             still reads weights that are not packed.
         packed: name of the weight format that `pack` makes.
+        dequantizes: whether `call` makes floats of the weight each time, so that few bits save memory and no time.
     """
 
     op: str
@@ -338,6 +339,7 @@ class Kernel:
     invariance: Mapping[str, Invariance] = Factory(dict)
     pack: Callable[[Weight], Weight] | None = None
     packed: str = ""
+    dequantizes: bool = False
 
 
 class Kernels(Protocol):

@@ -1,4 +1,4 @@
-"""Weights in int8, rounded to nearest while a model loads: half the bytes of bf16."""
+"""Weights in int8, rounded while a model loads: half the bytes of bf16; and products with them through torch alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,25 @@ from intarsia_int8.options import Int8Options
 
 @hookimpl
 def provide_quantizers() -> list[Provider]:
-    """The format `int8`."""
+    """The formats `int8`, `int8_g32`, `int8_g64` and `int8_g128`, for activations in int8 or in floats."""
     return [
         Provider(
             key="int8",
-            summary="int8 weights with a scale an output, rounded to nearest",
+            summary="int8 weights with a scale a group of columns or an output; smoothed (SmoothQuant) if asked",
             options=Int8Options,
             build=lazy("intarsia_int8.quantizer:build"),
+        )
+    ]
+
+
+@hookimpl
+def provide_kernels() -> list[Provider]:
+    """Linear layers over int8 weights."""
+    return [
+        Provider(
+            key="int8",
+            summary="int8 matrix products on CPUs through torch, which need no compiler; bitwise for a scale an output",
+            fit=lazy("intarsia_int8.kernels:fit"),
+            build=lazy("intarsia_int8.kernels:build"),
         )
     ]

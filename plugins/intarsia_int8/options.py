@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from typing import Literal
 
+from attrs import Attribute, field, frozen
+from attrs.validators import in_
+
+from intarsia.errors import ConfigError
 from intarsia.quantizing.options import QuantizerOptions
+
+#: Where messages say that the calibration is named.
+CALIBRATION = "quantizer.calibration"
+
+
+def _share(_: object, attribute: Attribute[float], value: float) -> None:
+    # Written so that NaN is refused too.
+    if not 0 <= value <= 1:
+        raise ConfigError(
+            f"quantizer.{attribute.name}: {value} is not from 0 to 1", field=f"quantizer.{attribute.name}"
+        )
 
 
 @frozen(kw_only=True)
 class Int8Options(QuantizerOptions):
     """Options of the int8 quantizer."""
+
+    #: how kernels multiply: int8 rounds activations too, as they come; float leaves them as they are
+    activations: Literal["int8", "float"] = "int8"
+    #: columns that share a scale: 32, 64 or 128; 0 is one scale an output
+    group: int = field(default=32, validator=in_((0, 32, 64, 128)))
+    #: SmoothQuant's exponent, from 0 to 1: how much of the activations' spread goes into the weights; 0 is off
+    smooth: float = field(default=0.0, validator=_share)
+    #: path of the file that `intarsia calibrate` wrote for this model, which smoothing needs
+    calibration: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if self.smooth and not self.calibration:
+            raise ConfigError(
+                f"{CALIBRATION}: quantizer.smooth = {self.smooth:g} needs the inputs of each layer; "
+                "`intarsia calibrate MODEL --out FILE` writes them, and calibration = 'FILE' names them",
+                field=CALIBRATION,
+            )
+        if self.calibration and not self.smooth:
+            raise ConfigError(
+                f"{CALIBRATION}: {self.calibration!r} is read for smoothing alone; quantizer.smooth = 0.5 asks for it",
+                field=CALIBRATION,
+            )

@@ -20,7 +20,7 @@ from intarsia.explain import explain
 from intarsia.hookspecs import hookimpl
 from intarsia.models.eager import EagerRunner
 from intarsia.plugins import Registry
-from intarsia.protocols import Drafter
+from intarsia.protocols import Drafter, Kernel
 from intarsia.types import Draft, Fit, PluginsOptions, Provider, Unfit, Weight
 from models import tiny_llama
 
@@ -57,7 +57,7 @@ def drafter(key="guess", **fields) -> Provider:
 def test_a_report_is_strict_json_and_says_who_is_there_and_why(model):
     report = report_of(model, scheduler={"use": "static", "max_batch": 3}, attention="sdpa")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    assert set(report) == {"model", "engine", "parts", "ops", "sampling", "memory", "invariance", "hash"}
+    assert set(report) == {"model", "engine", "parts", "ops", "formats", "sampling", "memory", "invariance", "hash"}
     assert all({"key", "provider", "asked_by", "reason", "options"} <= set(part) for part in report["parts"].values())
     scheduler = report["parts"]["scheduler"]
     assert (scheduler["key"], scheduler["asked_by"]) == ("static", "config")
@@ -82,6 +82,45 @@ def test_a_slot_of_several_parts_lists_them_in_order(model):
     report = report_of(model, {"mine": plugin}, logits_processors=["two", "one"])
     slot = report["parts"]["logits_processors"]
     assert slot["key"] == "two+one" and [one["key"] for one in slot["all"]] == ["two", "one"]
+
+
+def quantized_report(model, *plugins, **sections):
+    """A report with a quantizer whose format nobody but the reference knows, unless plugins do."""
+    part = types.SimpleNamespace(
+        format="odd", accepts=lambda *_: True, num_bytes=lambda *_: 1, quantize=lambda _, weight: weight
+    )
+    provider = Provider(key="odd", summary="", build=lambda _: part)
+    quantizers = types.SimpleNamespace(provide_quantizers=hookimpl(lambda: [provider]))
+    offered = {"quantizers": quantizers} | {f"plugin{i}": plugin for i, plugin in enumerate(plugins)}
+    return report_of(model, offered, quantizer="odd", **sections)
+
+
+def odd_kernels(**facts):
+    kernel = Kernel(op="linear", call=None, formats=frozenset({"odd"}), **facts)
+    part = types.SimpleNamespace(kernels=lambda: [kernel])
+    provider = Provider(key="fast", summary="", build=lambda _: part)
+    return types.SimpleNamespace(provide_kernels=hookimpl(lambda: [provider]))
+
+
+def test_a_format_that_each_step_dequantizes_does_not_pay_and_its_quantizer_says_so(model):
+    report = quantized_report(model)
+    assert report["formats"]["dense"] == {"read_by": "kernels 'torch'", "pays": True, "remark": ""}
+    odd = report["formats"]["odd"]
+    assert odd["read_by"] == "kernels 'torch'" and not odd["pays"]
+    assert odd["remark"].startswith("odd does not pay here: each step dequantizes it (kernels 'torch').")
+    assert report["parts"]["quantizer"]["reason"] == odd["remark"]
+
+
+def test_a_format_pays_where_kernels_or_a_runner_read_it_as_it_is(model):
+    read = quantized_report(model, odd_kernels(), kernels="fast")
+    assert read["formats"]["odd"] == {"read_by": "kernels 'fast'", "pays": True, "remark": ""}
+    assert read["parts"]["quantizer"]["reason"] == ""
+    slow = quantized_report(model, odd_kernels(dequantizes=True), kernels="fast")
+    assert not slow["formats"]["odd"]["pays"] and "(kernels 'fast')" in slow["formats"]["odd"]["remark"]
+    fused = Provider(key="all", summary="", build=EagerRunner.build, invariance={"float32": "bitwise"})
+    runners = types.SimpleNamespace(provide_runners=hookimpl(lambda: [fused]))
+    by_runner = quantized_report(model, runners, runner="all")
+    assert by_runner["formats"]["odd"] == {"read_by": "runner 'all'", "pays": True, "remark": ""}
 
 
 class Nameless:

@@ -7,20 +7,26 @@ from hypothesis import strategies as st
 
 from engines import engine_of
 from intarsia import SamplingParams
-from intarsia.errors import CheckpointError
+from intarsia.errors import CheckpointError, ConfigError
 from intarsia.protocols import PartContext
+from intarsia.quantizing.integers import IntegerFormat
 from intarsia.types import dense
 from intarsia_int8 import provide_quantizers
 from intarsia_int8.options import Int8Options
-from intarsia_int8.quantizer import quantize
+from intarsia_int8.quantizer import quantize as quantize_as
 from models import tiny_llama
 
+ROWS = IntegerFormat(8)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
 def quantizer(**options):
     [provider] = provide_quantizers()
     return provider.build(PartContext(spec=None, options=Int8Options(**options)))
+
+
+def quantize(name, w, layout=ROWS):
+    return quantize_as(name, w, layout)
 
 
 def drawn(*shape, seed=0):
@@ -47,6 +53,39 @@ def test_every_number_is_at_most_half_a_scale_off(outs, ins, power, dtype):
     assert torch.equal(weight.dequantize(), numbers.float() * weight.tensors["scale"][:, None])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    outs=st.integers(1, 12),
+    ins=st.integers(1, 150),
+    group=st.sampled_from([32, 64, 128]),
+    power=st.integers(-36, 37),
+    activations=st.sampled_from(["int8", "float"]),
+)
+def test_every_group_has_a_scale_that_its_largest_number_needs(outs, ins, group, power, activations):
+    """Q03: the last group can be smaller."""
+    w = drawn(outs, ins, seed=outs * ins) * 10.0**power
+    weight = quantize("w", w, IntegerFormat(8, group, activations=activations))
+    numbers, scale = weight.tensors["weight"], weight.tensors["scale"]
+    assert scale.dtype == torch.bfloat16 and scale.shape == (outs, -(-ins // group))
+    for g, part in enumerate(w.double().split(group, dim=1)):
+        found, step = numbers[:, g * group : g * group + part.shape[1]].double(), scale[:, g].double()
+        need = part.abs().amax(1) / 127
+        # The least bfloat16 that is no less: bfloat16 has 8 bits.
+        assert (step >= need * (1 - 1e-6)).all() and (step <= need * (1 + 2**-7 + 1e-6)).all()
+        assert ((found * step[:, None] - part).abs() <= step[:, None] * 0.5001).all()
+
+
+def test_a_group_that_its_format_can_hold_comes_out_bit_for_bit():
+    """With scales that bfloat16 holds and 127 in each group, the same numbers come back."""
+    numbers = torch.randint(-127, 128, (9, 130), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    numbers[:, ::32] = 127
+    scale = (drawn(9, 5).abs() + 0.1).bfloat16()
+    w = numbers.float() * scale.float().repeat_interleave(32, dim=1)[:, :130]
+    found = quantize("w", w, IntegerFormat(8, 32))
+    assert torch.equal(found.tensors["weight"], numbers) and torch.equal(found.tensors["scale"], scale)
+    assert torch.equal(found.dequantize(), w)
+
+
 def odd_rows():
     """Q01: a row of zeros, a column of zeros, a row too small for half floats, a row with one outlier."""
     w = drawn(6, 130)
@@ -57,21 +96,59 @@ def odd_rows():
     return w
 
 
-def test_rows_of_zeros_and_tiny_ones_and_outliers_come_out_within_their_own_bounds():
+@pytest.mark.parametrize("group", [None, 32, 64, 128])
+def test_rows_of_zeros_and_tiny_ones_and_outliers_come_out_within_their_own_bounds(group):
     w = odd_rows()
-    found = quantize("w", w).dequantize()
+    found = quantize("w", w, IntegerFormat(8, group)).dequantize()
     assert found.isfinite().all()
     assert not found[1].any() and not found[:, 7].any()
     assert ((found - w).abs() <= w.abs().amax(1, keepdim=True) / 127).all()
     assert (found[2] != 0).sum() > 100
 
 
+@pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_that_are_none_are_refused_by_name(bad):
+def test_numbers_that_are_none_are_refused_by_name(bad, group):
     w = drawn(5, 9)
     w[4, 8] = bad
     with pytest.raises(CheckpointError, match=r"layers\.3\.qkv\.weight holds NaN or infinity"):
-        quantizer().quantize("layers.3.qkv.weight", dense(w))
+        quantizer(group=group).quantize("layers.3.qkv.weight", dense(w))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "int8_g32"),
+        ({"group": 0}, "int8"),
+        ({"group": 64}, "int8_g64"),
+        ({"group": 128, "activations": "float"}, "int8_g128_a16"),
+        ({"group": 0, "activations": "float"}, "int8_a16"),
+    ],
+)
+def test_options_name_the_format(options, name):
+    made = quantizer(**options)
+    assert made.format == name
+    weight = made.quantize("layers.0.out.weight", dense(drawn(8, 100)))
+    assert weight.format.name == name and weight.num_bytes == made.num_bytes("layers.0.out.weight", (8, 100))
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "message"),
+    [
+        ({"group": 48}, "quantizer.group", "48"),
+        ({"activations": "int4"}, "quantizer.activations", "int4"),
+        ({"smooth": 1.5, "calibration": "x"}, "quantizer.smooth", "1.5 is not from 0 to 1"),
+        ({"smooth": -0.1, "calibration": "x"}, "quantizer.smooth", "-0.1 is not from 0 to 1"),
+        ({"smooth": 0.5}, "quantizer.calibration", "intarsia calibrate MODEL --out FILE"),
+        ({"calibration": "x"}, "quantizer.calibration", "quantizer.smooth = 0.5 asks for it"),
+        ({"smooth": 0.5, "calibration": "/no/such/file"}, "quantizer.calibration", "/no/such/file"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_where_they_stand(tmp_path, options, field, message):
+    path, _ = tiny_llama(tmp_path, layers=1)
+    with pytest.raises(ConfigError, match=message) as caught:
+        engine_of(path, quantizer={"use": "int8", **options})
+    assert caught.value.field == field
 
 
 def test_it_takes_matrices_and_the_head_and_leaves_the_embedding():
@@ -88,7 +165,8 @@ def test_it_takes_matrices_and_the_head_and_leaves_the_embedding():
 def test_bytes_are_as_announced_and_parts_are_parts():
     w = drawn(30, 50)
     weight = quantize("w", w)
-    assert weight.num_bytes == quantizer().num_bytes("w", (30, 50)) == 30 * 50 + 30 * 4
+    assert weight.num_bytes == quantizer(group=0).num_bytes("w", (30, 50)) == 30 * 50 + 30 * 4
+    assert quantizer().num_bytes("w", (30, 50)) == 30 * 50 + 30 * 2 * 2
     for dim, start, stop in [(0, 7, 20), (1, 3, 44)]:
         part = weight.shard(dim, start, stop)
         assert torch.equal(part.dequantize(), weight.dequantize().narrow(dim, start, stop - start))
@@ -97,10 +175,12 @@ def test_bytes_are_as_announced_and_parts_are_parts():
 
 def test_large_weights_are_quantized_in_pieces_alike(monkeypatch):
     w = drawn(50, 33)
-    whole = quantize("w", w)
-    monkeypatch.setattr("intarsia_int8.quantizer._CHUNK", 100)
-    pieces = quantize("w", w)
-    assert all(torch.equal(whole.tensors[name], pieces.tensors[name]) for name in whole.tensors)
+    for layout in (ROWS, IntegerFormat(8, 32)):
+        whole = quantize("w", w, layout)
+        with monkeypatch.context() as patch:
+            patch.setattr("intarsia_int8.quantizer._CHUNK", 100)
+            pieces = quantize("w", w, layout)
+        assert all(torch.equal(whole.tensors[name], pieces.tensors[name]) for name in whole.tensors)
 
 
 def fake_quantized(model, *, head):
@@ -113,7 +193,7 @@ def fake_quantized(model, *, head):
     return model
 
 
-@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+@pytest.mark.parametrize("kernels", ["torch", "cpu", "int8"])
 @pytest.mark.parametrize(
     ("tie", "options"), [(True, {}), (True, {"head": False}), (True, {"embed": True}), (False, {})]
 )
@@ -121,7 +201,7 @@ def test_an_engine_computes_what_its_weights_say(tmp_path, kernels, tie, options
     """Q04: a tied head is the embedding's own numbers; embeddings that are looked up stay unless asked otherwise."""
     path, model = tiny_llama(tmp_path, layers=2, tie=tie, attention_bias=True, mlp_bias=True)
     prompt = [3, 141, 59, 26, 5, 35]
-    with engine_of(path, kernels=kernels, quantizer={"use": "int8", **options}) as engine:
+    with engine_of(path, kernels=kernels, quantizer={"use": "int8", "group": 0, **options}) as engine:
         output = engine.generate([prompt], GREEDY)[0]
         assert engine.explain()["ops"]["linear[int8]"] == kernels
     if tie:
@@ -144,7 +224,7 @@ def test_a_head_that_is_quantized_apart_is_counted_beside_its_embedding(tmp_path
     path, _ = tiny_llama(tmp_path, layers=1, tie=True)
 
     def weight_bytes(**options):
-        with engine_of(path, kernels="torch", quantizer={"use": "int8", **options}) as engine:
+        with engine_of(path, kernels="torch", quantizer={"use": "int8", "group": 0, **options}) as engine:
             return engine.parts.weight_bytes
 
     shared = weight_bytes(head=False)
