@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attrs import field, frozen
 from attrs.validators import in_
 
+from intarsia.errors import ConfigError
 from intarsia.quantizing.options import QuantizerOptions
+
+#: Where messages say that the calibration is named.
+CALIBRATION = "quantizer.calibration"
 
 
 @frozen(kw_only=True)
@@ -16,5 +22,25 @@ class Int4Options(QuantizerOptions):
     group: int = field(default=64, validator=in_((32, 64, 128)))
     #: give each group a number that stands for 0, for weights that lie to one side of it
     zero_points: bool = False
+    #: whether kernels may round activations to int8 as they come (W4A8), or leave them in floats (W4A16)
+    activations: Literal["int8", "float"] = "int8"
+    #: a file that `intarsia calibrate` wrote: says which columns matter
+    calibration: str = ""
+    #: search for each group's scale of least squared error, weighed by calibration; None is where there is one
+    clip: bool | None = None
+    #: scale columns that matter up before they are rounded (AWQ); None is where there is a calibration
+    awq: bool | None = None
     #: quantize the head; one that is tied to the embedding gets a weight of its own
     head: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.awq and not self.calibration:
+            raise ConfigError(
+                f"{CALIBRATION}: quantizer.awq = true needs the inputs of each layer; "
+                "`intarsia calibrate MODEL --out FILE` writes them, and calibration = 'FILE' names them",
+                field=CALIBRATION,
+            )
+        if self.calibration and self.awq is False and self.clip is False:
+            raise ConfigError(
+                f"{CALIBRATION}: {self.calibration!r} is read for awq and clip, and both are false", field=CALIBRATION
+            )

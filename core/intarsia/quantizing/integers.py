@@ -171,7 +171,8 @@ def common(formats: Sequence[IntegerFormat]) -> IntegerFormat | None:
 def widen(weight: Weight, target: IntegerFormat) -> Weight:
     """Return the same weight in another format of more bits, smaller groups or minima, exactly.
 
-    `target` must be what `common` gave for this weight's format and others.
+    `target` must be what `common` gave for this weight's format and others. Where 4 bits get minima, `q * scale + min`
+    is exact if scales have 16 bits, and a rounding of float32 off if they have 32.
     """
     source = weight.format
     assert isinstance(source, IntegerFormat)
@@ -185,7 +186,7 @@ def widen(weight: Weight, target: IntegerFormat) -> Weight:
     if target.bits == 4 and source.offset == "none" and target.offset == "min":
         # q - 8 has no place in 4 bits: 8 goes into the minimum, exactly, being a power of two.
         numbers = numbers + _MIDDLE
-        tensors["min"] = -_MIDDLE * tensors["scale"]
+        tensors["min"] = _minima(tensors["scale"])
     tensors["weight"] = numbers if target.bits == 8 else pack_nibbles(numbers)
     if source.group != target.group:
         assert source.group is not None and target.group is not None
@@ -198,6 +199,12 @@ def widen(weight: Weight, target: IntegerFormat) -> Weight:
     return Weight(target, tensors, weight.shape)
 
 
+def _minima(scale_NG: torch.Tensor) -> torch.Tensor:
+    """Return -8 times scales in their dtype; in float32 where float16 has no number so large."""
+    minima_NG = -_MIDDLE * scale_NG
+    return minima_NG if minima_NG.isfinite().all() else -_MIDDLE * scale_NG.float()
+
+
 def join(weights: Sequence[Weight]) -> Weight:
     """Lay weights end to end along their rows. Their formats have a `common` one, and their inputs are scaled alike."""
     formats = [weight.format for weight in weights]
@@ -205,6 +212,7 @@ def join(weights: Sequence[Weight]) -> Weight:
     target = common(formats)  # type: ignore[arg-type]
     assert target is not None
     parts = [widen(weight, target) for weight in weights]
+    assert all(part.tensors.keys() == parts[0].tensors.keys() for part in parts)
     tensors = {
         key: parts[0].tensors[key] if key == "input_scale" else torch.cat([part.tensors[key] for part in parts])
         for key in parts[0].tensors
