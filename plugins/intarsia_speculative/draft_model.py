@@ -177,7 +177,8 @@ def build(context: DrafterContext) -> Drafter:
     if not options.model:
         raise ConfigError("drafter.model: no model is given; a name, a path or a hub id", field="drafter.model")
     engine = {} if options.dtype == "auto" else {"dtype": options.dtype}
-    parts: Parts = context.load_model(options.model, cache={"memory": options.memory}, engine=engine)
+    weights = {"quantizer": options.quantizer} if options.quantizer else {}
+    parts: Parts = context.load_model(options.model, cache={"memory": options.memory}, engine=engine, **weights)
     _check_vocabularies(context, parts, options.model)
     return controlled(DraftModel(parts), k=options.k, adaptive=options.adaptive)
 

@@ -21,6 +21,8 @@ class DraftModelOptions(DraftOptions):
     memory: str = "auto"
     #: of its weights and activations; auto is the target's
     dtype: Dtype = "auto"
+    #: key of a quantizer for its weights, such as "int4": the target itself in fewer bits drafts well; none by default
+    quantizer: str = ""
 
 
 @frozen(kw_only=True)

@@ -280,6 +280,14 @@ def test_a_prompt_longer_than_a_catch_up_step_is_taken_in_parts(models, plain, m
     assert figures["accepted"] == figures["drafted"] > 20
 
 
+def test_a_target_in_fewer_bits_drafts_for_itself(models, plain):
+    with engine_of(models["target"], drafter=drafter_of(models, "target", quantizer="int8")) as engine:
+        assert engine.parts.drafter.inner.parts.weight_bytes < engine.parts.weight_bytes
+        assert told(engine.generate(PROMPTS, PARAMS)) == told(plain)
+        figures = engine.stats()["speculation"]
+    assert figures["failures"] == 0 and figures["accepted"] > figures["drafted"] / 3 > 0
+
+
 # --- composition ------------------------------------------------------------------------------------------------------
 
 
