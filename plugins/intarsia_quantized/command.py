@@ -18,6 +18,8 @@ from intarsia.protocols import CommandContext, Parts
 _PARTS = {"kernels": "torch", "runner": "eager", "attention": "sdpa", "scheduler": "static"}
 #: Options of quantizers whose defaults are made for our kernels: other engines run int8 with a scale a row alone.
 _OPTIONS: dict[str, dict[str, Any]] = {"int8": {"group": 0}}
+#: Options of methods that read a calibration.
+_METHODS = ("quantizer.calibration", "quantizer.smooth", "quantizer.awq", "quantizer.clip")
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -75,7 +77,9 @@ class QuantizeCommand:
             if calibrate is not None:
                 calibration = str(Path(folder) / "calibration.safetensors")
                 _calibrate(model, calibrate, calibration)
-            self._write(self._compose(model, to, calibration, overrides), out, dtype, force=force)
+            parts = self._compose(model, to, calibration, overrides)
+            plain = None if calibration is None else self._compose(model, to, None, _uncalibrated(overrides))
+            self._write(parts, plain, out, dtype, force=force)
 
     def _compose(self, model: str, to: str, calibration: str | None, overrides: Sequence[str]) -> Parts:
         quantizer = {"use": to, **_OPTIONS.get(to, {})} | ({} if calibration is None else {"calibration": calibration})
@@ -93,14 +97,14 @@ class QuantizeCommand:
             raise ConfigError(f"--to: {to!r} is no quantizer", field="--to")
         return self.context.compose(config)
 
-    def _write(self, parts: Parts, out: Path, dtype: str, *, force: bool) -> None:
+    def _write(self, parts: Parts, plain: Parts | None, out: Path, dtype: str, *, force: bool) -> None:
         import torch
 
         from intarsia_quantized.exporting import write
 
         if dtype == "auto":
             dtype = "float16" if parts.checkpoint.dtype == "float16" else "bfloat16"
-        written = write(parts, out, dtype=getattr(torch, dtype), force=force)
+        written = write(parts, out, dtype=getattr(torch, dtype), force=force, plain=plain)
         counts = ", ".join(f"{count} {name}" for name, count in written.formats.items())
         also = f", {len(written.others)} linears in {dtype}" if written.others else ""
         sys.stdout.write(f"{out}: {counts}{also}; {written.num_bytes / 1e6:.1f} MB\n")
@@ -109,6 +113,11 @@ class QuantizeCommand:
 _HELP = """Quantize MODEL into a folder that transformers and vLLM load too.
 
 The folder is of compressed-tensors. It appears whole or not at all; `intarsia generate -m DIR` runs it in its bits."""
+
+
+def _uncalibrated(overrides: Sequence[str]) -> list[str]:
+    """Leave out the options of methods that calibration is for."""
+    return [one for one in overrides if one.partition("=")[0].strip() not in _METHODS]
 
 
 def _calibrate(model: str, text: str, out: str) -> None:

@@ -28,6 +28,7 @@ from intarsia.errors import CheckpointError
 from intarsia.families import Fields
 from intarsia.quantizing.integers import pack_nibbles
 from intarsia.types import StoredTensor
+from intarsia_quantized import sparse24
 from intarsia_quantized.modules import SCALES, Module, bytes_of, centred, modules, unsigned
 from intarsia_quantized.options import QuantizedOptions
 from intarsia_quantized.schemes import Scheme, Schemes
@@ -48,13 +49,18 @@ def decode(
     Raises:
         CheckpointError: the config has a value that is not known, or does not fit its tensors.
     """
-    sparsity = fields.table("sparsity_config")
-    if sparsity.values:
-        sparsity.choice("format", {"dense": None})
-    schemes = Schemes.read(fields)
+    sparse = _has_sparse(fields)
+    schemes = Schemes.read(fields) if fields.has("config_groups") or not sparse else Schemes((), frozenset())
     has_cache = fields.has("kv_cache_scheme")
     found: dict[str, StoredTensor] = {}
     for module in modules(tensors).values():
+        if sparse and "compressed" in module.tensors:
+            found[f"{module.name}.weight"] = _sparse(module, schemes)
+            if (bias := module.tensors.get("bias")) is not None:
+                found[bias.name] = bias
+            continue
+        if sparse and "bitmask" in module.tensors:
+            raise CheckpointError(f"tensor {module.name}.bitmask is there without {module.name}.compressed")
         quantized = _is_quantized(module)
         if quantized:
             found[f"{module.name}.weight"] = _matrix(module, schemes, options)
@@ -66,6 +72,26 @@ def decode(
             if not (part in _CACHE and has_cache):
                 found[tensor.name] = tensor
     return found
+
+
+def _has_sparse(fields: Fields) -> bool:
+    """Whether some matrices are 2:4 sparse, in the legacy format."""
+    sparsity = fields.table("sparsity_config")
+    if not sparsity.values:
+        return False
+    kind: str = sparsity.choice("format", {"dense": "dense", sparse24.LEGACY: sparse24.LEGACY})
+    return kind == sparse24.LEGACY
+
+
+def _sparse(module: Module, schemes: Schemes) -> StoredTensor:
+    """Return a 2:4 sparse matrix; its whole numbers have a scale a row."""
+    if unknown := sorted(module.tensors.keys() - {*sparse24.LEGACY_PARTS, *_UNUSED, "bias"}):
+        raise CheckpointError(f"tensor {module.name}.{unknown[0]} is not known beside {module.name}.compressed")
+    tensor = sparse24.legacy(module)
+    if "weight_scale" in module.tensors:
+        fitting = [one for one in schemes.schemes if one.bits == 8 and one.group is None and one.symmetric]
+        schemes.of(module.name, fitting)
+    return tensor
 
 
 def _is_quantized(module: Module) -> bool:

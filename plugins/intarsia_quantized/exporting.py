@@ -1,4 +1,4 @@
-"""A quantized model as a folder of compressed-tensors: weights, config, tokenizer."""
+"""A quantized model as a folder: weights, config, tokenizer. 2:4 sparse ones are of our own format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from intarsia.checkpoints import FolderCheckpoint
 from intarsia.errors import CheckpointError
 from intarsia.protocols import Parts
 from intarsia.quantizing.integers import IntegerFormat
+from intarsia.quantizing.sparse import SparseFormat
 from intarsia.types import Checkpoint, TokenizerSpec, Weight
+from intarsia_quantized import sparse24
 from intarsia_quantized.compressing import compress, quantization_config
 from intarsia_quantized.folder_writer import FolderWriter, writing
 from intarsia_quantized.quantizing import quantized
@@ -51,7 +53,7 @@ class Written:
     others: tuple[str, ...]
 
 
-def write(parts: Parts, out: Path, *, dtype: torch.dtype, force: bool) -> Written:
+def write(parts: Parts, out: Path, *, dtype: torch.dtype, force: bool, plain: Parts | None = None) -> Written:
     """Quantize a composed model and write its folder.
 
     Args:
@@ -59,6 +61,7 @@ def write(parts: Parts, out: Path, *, dtype: torch.dtype, force: bool) -> Writte
         out: where.
         dtype: of tensors that are not quantized.
         force: replace files that are there.
+        plain: the model with quantizers that give no input scales, for weights whose scales have no place.
 
     Raises:
         ConfigError: the folder cannot be written to.
@@ -66,9 +69,10 @@ def write(parts: Parts, out: Path, *, dtype: torch.dtype, force: bool) -> Writte
     """
     source = parts.checkpoint.folder.path if isinstance(parts.checkpoint, FolderCheckpoint) else None
     with writing(out, source, force=force) as writer:
-        formats, others = _write_tensors(parts, writer, dtype)
+        formats, others = _write_tensors(parts, plain, writer, dtype)
         if not formats:
             raise CheckpointError("no weight is quantized: quantizer.include and exclude leave none")
+        _check_alike(formats)
         writer.write_json("config.json", _config(parts, formats, others, dtype))
         _write_rest(parts.checkpoint, writer)
     counts: dict[str, int] = {}
@@ -78,17 +82,21 @@ def write(parts: Parts, out: Path, *, dtype: torch.dtype, force: bool) -> Writte
 
 
 def _write_tensors(
-    parts: Parts, writer: FolderWriter, dtype: torch.dtype
-) -> tuple[dict[str, IntegerFormat], list[str]]:
+    parts: Parts, plain: Parts | None, writer: FolderWriter, dtype: torch.dtype
+) -> tuple[dict[str, IntegerFormat | SparseFormat], list[str]]:
     """Return the format of each module that is quantized, and the linear modules that are not."""
-    formats: dict[str, IntegerFormat] = {}
+    formats: dict[str, IntegerFormat | SparseFormat] = {}
     others: list[str] = [] if "head.weight" in parts.weight_map.tensors else ["lm_head"]
-    for named in quantized(parts):
+    for named in quantized(parts, plain):
         module = named.name.rpartition(".")[0]
         if isinstance(named.value, Weight):
-            writer.add(compress(module, named.value))
-            assert isinstance(named.value.format, IntegerFormat)
-            formats[module] = named.value.format
+            layout = named.value.format
+            if isinstance(layout, SparseFormat):
+                writer.add(sparse24.store(module, named.value, dtype))
+            else:
+                writer.add(compress(module, named.value))
+                assert isinstance(layout, IntegerFormat)
+            formats[module] = layout
         else:
             writer.add({named.name: named.value.to(dtype).contiguous()})
             if named.linear:
@@ -96,13 +104,26 @@ def _write_tensors(
     return formats, [module for module in others if module not in formats]
 
 
+def _check_alike(formats: Mapping[str, IntegerFormat | SparseFormat]) -> None:
+    """Refuse sparse weights beside others: there is no folder for both."""
+    sparse = [module for module, layout in formats.items() if isinstance(layout, SparseFormat)]
+    if sparse and len(sparse) < len(formats):
+        other = next(module for module in formats if module not in sparse)
+        raise CheckpointError(f"{sparse[0]} is 2:4 sparse and {other} is not; a folder holds one kind")
+
+
+def _described(formats: Mapping[str, IntegerFormat | SparseFormat], others: list[str]) -> dict[str, Any]:
+    integers = {module: layout for module, layout in formats.items() if isinstance(layout, IntegerFormat)}
+    return quantization_config(integers, others) if integers else sparse24.quantization_config()
+
+
 def _config(
-    parts: Parts, formats: Mapping[str, IntegerFormat], others: list[str], dtype: torch.dtype
+    parts: Parts, formats: Mapping[str, IntegerFormat | SparseFormat], others: list[str], dtype: torch.dtype
 ) -> dict[str, Any]:
     name = str(dtype).removeprefix("torch.")
     config = {key: _plain(value) for key, value in parts.checkpoint.config.items() if key not in _DROPPED}
     # Older readers know the second name alone.
-    config |= {"dtype": name, "torch_dtype": name, "quantization_config": quantization_config(formats, others)}
+    config |= {"dtype": name, "torch_dtype": name, "quantization_config": _described(formats, others)}
     if parts.spec.tied:
         config["tie_word_embeddings"] = "lm_head" not in formats
     return config

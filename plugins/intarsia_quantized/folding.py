@@ -7,7 +7,7 @@ no such tensor. It goes where the activations come from:
 | --- | --- | --- |
 | `qkv`, `gate_up`, `up`, `head` | the norm that it reads from | that norm feeds nothing else |
 | `down` | the rows of `up` | the feed-forward is gated: `up` is a factor of what `down` reads |
-| `out` | the rows of the values | heads that share values have equal scales |
+| `out` | the rows of the values | heads that share values have equal scales; see `shared` |
 
 Shape legend: N out features, C in features, H heads, K kv heads, D head dim.
 """
@@ -60,6 +60,12 @@ def fold(values: Values, prefix: str, layer: LayerSpec | None, offsets: dict[str
             _into_norm(values, f"{prefix}{'attention_norm' if kind == 'qkv' else 'mlp_norm'}", scale, offsets)
 
 
+def shared(scale: torch.Tensor, attention: AttentionSpec) -> torch.Tensor:
+    """Return scales (H D,) of `out` made equal where heads share values: their geometric mean."""
+    by_head = scale.view(attention.num_kv_heads, -1, attention.head_dim)
+    return by_head.log().mean(1, keepdim=True).exp().expand_as(by_head).flatten()
+
+
 def _stuck(name: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{name}: its input scales cannot be folded into what stands before it, since {why}; a folder has no place for "
@@ -77,10 +83,10 @@ def _into_norm(values: Values, norm: str, scale: torch.Tensor, offsets: dict[str
 
 
 def _into_values(values: Values, prefix: str, attention: AttentionSpec, scale: torch.Tensor) -> None:
-    shared = scale.view(attention.num_kv_heads, -1, attention.head_dim)
-    if not torch.equal(shared, shared[:, :1].expand_as(shared)):
+    by_head = scale.view(attention.num_kv_heads, -1, attention.head_dim)
+    if not torch.equal(by_head, by_head[:, :1].expand_as(by_head)):
         raise _stuck(f"{prefix}out.weight", "heads that share values have scales of their own")
-    rows = shared[:, 0].flatten()
+    rows = by_head[:, 0].flatten()
     first = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
     _scale_rows(values, f"{prefix}qkv", first, rows)
 

@@ -5,6 +5,7 @@
 | `compressed-tensors` | `compressed_tensors.py` |
 | `gptq` | `gptq.py` |
 | `awq` | `awq.py` |
+| `intarsia`, our own | `sparse24.py` |
 
 What is read has the model's names, and each quantized matrix is a stored weight; scales, zero points and the like are
 part of it. Needs no torch to import.
@@ -37,7 +38,7 @@ from intarsia_quantized.options import QuantizedOptions
 
 #: Where a config says how its tensors are quantized; the second is what older files call it.
 _KEYS = ("quantization_config", "compression_config")
-_METHODS = {"compressed-tensors": "compressed_tensors", "gptq": "gptq", "awq": "awq"}
+_METHODS = {"compressed-tensors": "compressed_tensors", "gptq": "gptq", "awq": "awq", "intarsia": "sparse24"}
 
 
 def fit(context: LoaderContext) -> Fit | Unfit:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from intarsia.errors import CheckpointError
 from intarsia.protocols import Parts, Quantizer
-from intarsia.types import TensorSource, Weight, dense
-from intarsia_quantized.folding import Values, fold
+from intarsia.types import AttentionSpec, TensorSource, Weight, dense
+from intarsia_quantized.folding import Values, fold, shared
 
 EMBED, POSITIONS, HEAD = "embed.weight", "positions.weight", "head.weight"
 #: What Hugging Face calls a head that has no tensor in the model's own files.
@@ -32,10 +32,15 @@ class Named:
     linear: bool
 
 
-def quantized(parts: Parts) -> Iterator[Named]:
+def quantized(parts: Parts, plain: Parts | None = None) -> Iterator[Named]:
     """Give every tensor of the model. At most one layer is in memory.
 
-    Weights are read in float32, whatever the model runs in, so that they are rounded once.
+    Weights are read in float32, whatever the model runs in, so that they are rounded once. Input scales of `out` that
+    differ between heads which share values have no place in a folder: `plain` rounds that weight anew, by their mean.
+
+    Args:
+        parts: the model and its quantizers.
+        plain: the same with quantizers that give no input scales.
 
     Raises:
         CheckpointError: a weight cannot be read, quantized, or be without its input scales; names it.
@@ -47,9 +52,27 @@ def quantized(parts: Parts) -> Iterator[Named]:
     for prefix, names in groupby(sources, _prefix):
         values: Values = {name: _value(parts, name, sources[name]) for name in names}
         layer = parts.spec.layers[int(prefix.split(".")[1])] if prefix else None
+        if layer is not None and plain is not None:
+            _share(values, f"{prefix}out.weight", layer.attention, plain, sources)
         fold(values, prefix, layer, {name: sources[name].offset for name in values})
         for name, value in values.items():
             yield from _named(name, value, sources[name], apart=tied and name == HEAD)
+
+
+def _share(
+    values: Values, name: str, attention: AttentionSpec, plain: Parts, sources: Mapping[str, TensorSource]
+) -> None:
+    """Round `out` anew where its scales differ between heads that share values."""
+    weight = values[name]
+    assert isinstance(weight, Weight)
+    scale = weight.tensors.get("input_scale")
+    if scale is None or torch.equal(mean := shared(scale.float(), attention), scale.float()):
+        return
+    matrix = _read(plain, sources[name]) / mean
+    again = dense(matrix)
+    for quantizer in _taking(plain.quantizers, name, weight.shape):
+        again = quantizer.quantize(name, again)
+    values[name] = evolve(again, tensors={**again.tensors, "input_scale": mean})
 
 
 def _prefix(name: str) -> str:
@@ -61,12 +84,17 @@ def _taking(quantizers: tuple[Quantizer, ...], name: str, shape: tuple[int, ...]
     return [quantizer for quantizer in quantizers if quantizer.accepts(name, shape)]
 
 
-def _value(parts: Parts, name: str, source: TensorSource) -> Weight | torch.Tensor:
+def _read(parts: Parts, source: TensorSource) -> torch.Tensor:
     whole = torch.empty((sum(shape[0] for shape in source.shapes), *source.shapes[0][1:]))
     start = 0
     for stored, shape in zip(source.names, source.shapes, strict=True):
         parts.checkpoint.tensors[stored].read(whole.narrow(0, start, shape[0]))
         start += shape[0]
+    return whole
+
+
+def _value(parts: Parts, name: str, source: TensorSource) -> Weight | torch.Tensor:
+    whole = _read(parts, source)
     if whole.dim() != 2 or name == POSITIONS:
         return whole
     weight = dense(whole)

@@ -69,6 +69,13 @@ class Layout:
         return IntegerFormat(self.bits, max(sizes), offset, self.activations)
 
 
+def check_scales(name: str, scale: torch.Tensor) -> None:
+    """Raise CheckpointError that names the matrix where one of its scales is not finite, or too large to use."""
+    # Not `> _LARGEST`: NaN fails every comparison.
+    if scale.numel() and not bool(scale.float().abs().max() <= _LARGEST):
+        raise CheckpointError(f"tensor {name!r}: its scales hold NaN, infinity or numbers past {_LARGEST:g}")
+
+
 @frozen(eq=False)
 class Grouped:
     """A matrix, decoded.
@@ -87,9 +94,7 @@ class Grouped:
 
     def check(self, name: str) -> None:
         """Raise CheckpointError that names the matrix where a scale is not finite."""
-        # Not `> _LARGEST`: NaN fails every comparison.
-        if self.scale.numel() and not bool(self.scale.float().abs().max() <= _LARGEST):
-            raise CheckpointError(f"tensor {name!r}: its scales hold NaN, infinity or numbers past {_LARGEST:g}")
+        check_scales(name, self.scale)
 
     def dequantize(self, layout: Layout, rows: slice) -> torch.Tensor:
         """Return rows of the matrix in float32."""

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 import intarsia_quantized.folder_writer as folder_writer
 from engines import CACHE
 from intarsia import Engine
+from intarsia.cli import run
 from intarsia.cli.program import program
 from intarsia.compose import compose
 from intarsia.config import load_config
@@ -436,3 +437,33 @@ def test_transformers_reads_zero_points_as_they_are_written(tmp_path):
     for name in names:
         ours = open_folder(out).tensors[name].read_weight().dequantize()
         assert torch.equal(theirs[name], ours.bfloat16().float()), name
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [("int8", ["quantizer.smooth=0.5", 'quantizer.activations="float"']), ("int4", ["quantizer.group=32"])],
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_methods_that_need_text_are_calibrated_on_it(tmp_path, key, options, kv_heads, capfd):
+    model, _ = tiny_llama(tmp_path, layers=2, kv_heads=kv_heads)
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, and the dog takes no notice of it. " * 40)
+    out = tmp_path / "out"
+    overrides = [item for option in options for item in ("-o", option)]
+    asked = ["--to", key, "--out", out, "--dtype", "float32", "--calibrate", text, *overrides]
+    assert run(["quantize", str(model), *map(str, asked)]) == 0, capfd.readouterr().err
+    saved = tmp_path / "saved.safetensors"
+    assert run(["calibrate", str(model), "--text", str(text), "--out", str(saved)]) == 0
+    values = dict(option.removeprefix("quantizer.").split("=") for option in options)
+    asked = {name: json.loads(value) for name, value in values.items()} | {"calibration": str(saved)}
+    group = {"group": 0} if key == "int8" else {}
+    quantizer = {"use": key, **group, **asked}
+    scaled = [weight for _, weight in expected_weights(parts_of(model, quantizer=quantizer)).values()]
+    assert any("input_scale" in weight.tensors for weight in scaled), "there is something to fold"
+    expected, found = logits_of(model, quantizer=quantizer), logits_of(out)
+    torch.testing.assert_close(logits_of_transformers(out), found, rtol=0, atol=2e-3)
+    if kv_heads == 4:
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+    else:  # heads that share values share their scales, of which the folder's weights are rounded anew
+        exact = logits_of(model)
+        assert (found - exact).norm() < 1.5 * (expected - exact).norm()
