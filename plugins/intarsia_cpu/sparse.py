@@ -79,13 +79,13 @@ def _whole(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(masks_PGN: torch.Tensor) -> torch.Tensor:
-    """Return masks column by column, a bit an output, for each 16 of them."""
-    blocks = masks_PGN.reshape(*masks_PGN.shape[:2], -1, 1, _BLOCK)
+    """Return what masks drop, column by column, a bit an output, for each 16 of them."""
+    blocks = (~masks_PGN).reshape(*masks_PGN.shape[:2], -1, 1, _BLOCK)
     bits = (blocks >> torch.arange(GROUP, dtype=torch.uint8)[:, None] & 1).reshape(*masks_PGN.shape[:2], -1, 8)
     return (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
 def _columns(stored: torch.Tensor) -> torch.Tensor:
-    bits = (stored[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(2)
+    bits = (~stored[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(2)
     columns = bits.view(*stored.shape[:2], -1, GROUP, _BLOCK)
     return (columns << torch.arange(GROUP, dtype=torch.uint8)[:, None]).sum(-2, dtype=torch.uint8).flatten(2)

@@ -52,6 +52,7 @@ struct Layer {
     uint8_t* step = panels.data() + out / PANEL * panel_bytes(linear) + group * step_bytes(words_of(linear));
     uint8_t* masks = step + step_bytes(words_of(linear)) - sparse::MASK_BYTES;
     const int first = whole(0, 2), second = whole(first + 1, 3);
+    if (linear.format != Format::INT8 && lane == 0) memset(masks, 255, sparse::MASK_BYTES);
     for (int which = 0; which < 2; which++) {
       const int column = which == 0 ? first : second;
       const int64_t at = 4 * group + column;
@@ -70,7 +71,7 @@ struct Layer {
         } else {
           memcpy(step + 4 * (PANEL * which + lane), &number, 4);
         }
-        masks[lane / 16 * 8 + 2 * column + lane % 16 / 8] |= (uint8_t)(1 << lane % 8);
+        masks[lane / 16 * 8 + 2 * column + lane % 16 / 8] &= (uint8_t) ~(1 << lane % 8);
         value = number;
       }
       if (is_there) values[(size_t)(out * linear.ins + at)] = value;

@@ -141,9 +141,10 @@ def test_every_choice_of_columns_lies_as_the_header_says():
     assert panels[0, 0, 96].item() == 0b1010 | 0b0101 << 4
     floats = sparse.to_panels(compress("w", numbers.float()))
     assert floats[0, 0].view(torch.uint8)[: 4 * 96].view(torch.float32)[[0, 1, 48, 49]].tolist() == [5, 7, -6, 8]
-    # Of 16 outputs a bit each: column 0 of the second, 1 of the first, ...; outputs that are not there keep 0 and 1.
-    columns = floats[0, 0, 4 * 96 :].view(torch.int16)[:4] & 3
-    assert columns.tolist() == [0b10, 0b01, 0b10, 0b01]
+    # Of 16 outputs a bit each, set where they drop the column: the first 0 and 2, the second 1 and 3. Outputs that are
+    # not there drop 2 and 3.
+    columns = floats[0, 0, 4 * 96 :].view(torch.int16)[:4] & 7
+    assert columns.tolist() == [0b001, 0b010, 0b101, 0b110]
 
 
 @pytest.mark.parametrize("kind", KINDS)

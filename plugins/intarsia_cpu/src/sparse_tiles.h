@@ -4,12 +4,11 @@
 //
 //   INT8  48 pairs of bytes, and a half byte an output: bit c is set where column c is kept
 //   BF16  48 pairs of bf16;  FP32  48 first numbers and 48 second ones; and for 16 outputs each
-//         four times 16 bits: of column 0, of column 1, ...
+//         four times 16 bits: where column 0 is dropped, where column 1 is, ...
 //
-// Exactly two bits of four are set, so every step has the same bytes and no pointer waits for a count of bits. Where the
-// first column is kept it is the first number, where the last is, the second. Others need look no farther than these:
-// column 1 is the second number if column 0 is kept, else the first; column 2 the first if column 3 is kept, else the
-// second.
+// Exactly two of four are kept, so every step has the same bytes and no pointer waits for a count of bits. Column 0 is the
+// first number if it is kept, column 3 the second. The others need look no farther than these: column 1 is the second
+// number if column 0 is kept, else the first; column 2 the first if column 3 is kept, else the second.
 #pragma once
 
 #include "isa.h"
@@ -33,8 +32,19 @@ using Mask = __mmask16;
 static INLINE Mask mask_of(uint32_t bits) {
   return (Mask)bits;
 }
+/// `yes` in the lanes of the mask, else `no`.
 static INLINE I choose(Mask mask, I yes, I no) {
   return (I)_mm512_mask_blend_epi32(mask, (__m512i)no, (__m512i)yes);
+}
+// The lanes of the mask shifted, or cut; the others as they are. One instruction each.
+static INLINE I up16_where(Mask mask, I a) {
+  return (I)_mm512_mask_slli_epi32((__m512i)a, mask, (__m512i)a, 16);
+}
+static INLINE I down16_where(Mask mask, I a) {
+  return (I)_mm512_mask_srli_epi32((__m512i)a, mask, (__m512i)a, 16);
+}
+static INLINE I and_where(Mask mask, I a, int32_t bits) {
+  return (I)_mm512_mask_and_epi32((__m512i)a, mask, (__m512i)a, _mm512_set1_epi32(bits));
 }
 #else
 using Mask = I;
@@ -44,10 +54,19 @@ static INLINE Mask mask_of(uint32_t bits) {
 static INLINE I choose(Mask mask, I yes, I no) {
   return mask ? yes : no;
 }
+static INLINE I up16_where(Mask mask, I a) {
+  return mask ? a << 16 : a;
+}
+static INLINE I down16_where(Mask mask, I a) {
+  return mask ? (I)((U)a >> 16) : a;
+}
+static INLINE I and_where(Mask mask, I a, int32_t bits) {
+  return a & (~mask | bits);
+}
 #endif
 
-/// Where a column is kept by the outputs of vector `v`, from the masks of float weights.
-static INLINE Mask kept(const uint8_t* masks, int v, int column) {
+/// Where a column is dropped by the outputs of vector `v`, from the masks of float weights.
+static INLINE Mask dropped(const uint8_t* masks, int v, int column) {
   uint16_t bits;
   memcpy(&bits, masks + v * LANES / 16 * 8 + 2 * column, sizeof bits);
   return mask_of((uint32_t)bits >> (v * LANES % 16));
@@ -59,12 +78,8 @@ static INLINE Mask kept(const uint8_t* masks, int v, int column) {
 static INLINE I bf16_pairs(const uint8_t* step, int v, int half) {
   const I both = isa::load_int(step + 4 * v * LANES);
   const uint8_t* masks = step + 4 * OUTS;
-  if (half == 0) {
-    const I pair = choose(kept(masks, v, 0), both, both << 16);
-    return choose(kept(masks, v, 1), pair, pair & 0xffff);
-  }
-  const I pair = choose(kept(masks, v, 3), both, (I)((U)both >> 16));
-  return choose(kept(masks, v, 2), pair, pair & (int32_t)0xffff0000);
+  if (half == 0) return and_where(dropped(masks, v, 1), up16_where(dropped(masks, v, 0), both), 0xffff);
+  return and_where(dropped(masks, v, 2), down16_where(dropped(masks, v, 3), both), (int32_t)0xffff0000);
 }
 
 /// One column of vector `v`.
@@ -72,9 +87,9 @@ static INLINE I fp32_column(const uint8_t* step, int v, int column) {
   const I first = isa::load_int(step + 4 * v * LANES), second = isa::load_int(step + 4 * (OUTS + v * LANES));
   const uint8_t* masks = step + 8 * OUTS;
   I value = column == 0 ? first : second;
-  if (column == 1) value = choose(kept(masks, v, 0), second, first);
-  if (column == 2) value = choose(kept(masks, v, 3), first, second);
-  return choose(kept(masks, v, column), value, I{});
+  if (column == 1) value = choose(dropped(masks, v, 0), first, second);
+  if (column == 2) value = choose(dropped(masks, v, 3), second, first);
+  return choose(dropped(masks, v, column), I{}, value);
 }
 
 #if !(ISA_AVX512 && defined(__AVX512VBMI2__))
