@@ -213,10 +213,10 @@ def is_greedy(logits, prompt, output, slack):
 def test_an_engine_computes_what_its_pruned_weights_say(tmp_path, values, head):
     path, model = tiny_llama(tmp_path, layers=2, tie=True, attention_bias=True, mlp_bias=True)
     prompt, options = [3, 141, 59, 26, 5, 35], {"values": values, "head": head}
-    with engine_of(path, kernels="torch", quantizer={"use": "sparse24", **options}) as engine:
+    with engine_of(path, kernels="torch", runner="eager", quantizer={"use": "sparse24", **options}) as engine:
         output = list(engine.generate([prompt], GREEDY)[0].token_ids)
         weights = engine.parts.weight_bytes
-    with engine_of(path, kernels="torch") as engine:
+    with engine_of(path, kernels="torch", runner="eager") as engine:
         assert weights < engine.parts.weight_bytes or head  # a head that is pruned apart comes beside its embedding
     if head:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -232,7 +232,7 @@ def test_an_engine_prunes_by_its_calibration(tmp_path):
     inputs = {f"layers.0.{name}": torch.rand(size).pow(4) for name, size in sizes.items()}
     options = {"use": "sparse24", "method": "wanda", "calibration": calibrated(tmp_path, **inputs)}
     prompt = [3, 141, 59, 26, 5, 35]
-    with engine_of(path, kernels="torch", quantizer=options) as engine:
+    with engine_of(path, kernels="torch", runner="eager", quantizer=options) as engine:
         output = list(engine.generate([prompt], GREEDY)[0].token_ids)
     where = {"o_proj": "out", "down_proj": "down", "gate_proj": "gate_up", "up_proj": "gate_up"}
     for name, parameter in linears(model).items():
@@ -249,9 +249,9 @@ def test_a_sparse_checkpoint_gives_the_same_tokens_in_fewer_bytes(tmp_path):
         check_mask("w", parameter != 0)
     model.save_pretrained(path)
     prompt = [3, 141, 59, 26, 5, 35]
-    with engine_of(path, kernels="torch") as engine:
+    with engine_of(path, kernels="torch", runner="eager") as engine:
         right, dense_bytes = engine.generate([prompt], GREEDY)[0].token_ids, engine.parts.weight_bytes
-    with engine_of(path, kernels="torch", quantizer="sparse24") as engine:
+    with engine_of(path, kernels="torch", runner="eager", quantizer="sparse24") as engine:
         assert engine.generate([prompt], GREEDY)[0].token_ids == right
         assert engine.parts.weight_bytes < dense_bytes
 
@@ -259,7 +259,7 @@ def test_a_sparse_checkpoint_gives_the_same_tokens_in_fewer_bytes(tmp_path):
 def test_an_embedding_is_pruned_where_it_is_asked_for(tmp_path):
     path, model = tiny_llama(tmp_path, layers=1, tie=True)
     prompt = [3, 141, 59]
-    with engine_of(path, kernels="torch", quantizer={"use": "sparse24", "embed": True}) as engine:
+    with engine_of(path, kernels="torch", runner="eager", quantizer={"use": "sparse24", "embed": True}) as engine:
         output = list(engine.generate([prompt], GREEDY)[0].token_ids)
     for parameter in (*linears(model).values(), model.model.embed_tokens.weight):
         parameter.data = prune("w", parameter.detach()).dequantize()
