@@ -51,8 +51,26 @@ def expected(sequence, spec):
     return out, size
 
 
+def int8(x_TKD):
+    """Return numbers and scales of int8 entries, with no help from the code under test."""
+    x = x_TKD.float().numpy()
+    scales = np.abs(x).max(axis=-1) * np.float32(1 / 127)
+    divisors = np.where(scales > 0, scales, np.float32(1))
+    numbers = np.clip(np.rint(x / divisors[..., None]), -127, 127) * (scales > 0)[..., None]
+    return torch.from_numpy(numbers).to(torch.int8), torch.from_numpy(scales)
+
+
+def as_int8(sequence):
+    """Return a sequence whose keys and values are what its int8 entries stand for, in float64."""
+    pairs = [int8(x) for x in (sequence.keys, sequence.values)]
+    keys, values = (numbers.double() * scales.double().unsqueeze(-1) for numbers, scales in pairs)
+    return evolve(sequence, keys=keys, values=values)
+
+
 def attend(part, spec, sequences, *, order="PSKD", page_size=16, scatter=None, cache_dtype=None, **prepared):
     """Run sequences as one batch; pages are consecutive, or drawn at random with the seed `scatter`.
+
+    A cache of the dtype int8 holds what `int8` makes of keys and values.
 
     What else is given replaces fields of what the part prepares.
     """
@@ -67,15 +85,20 @@ def attend(part, spec, sequences, *, order="PSKD", page_size=16, scatter=None, c
         del pool[:count]
     dtype = sequences[0].queries.dtype
     size = {"P": sum(counts) + 4, "S": page_size, "K": spec.num_kv_heads, "D": spec.head_dim}
-    cache = LayerTensors.empty(order, size, cache_dtype or dtype, torch.device("cpu"))
-    cache.keys.fill_(torch.nan)
-    cache.values.fill_(torch.nan)
+    scaled = cache_dtype == torch.int8
+    cache = LayerTensors.empty(order, size, cache_dtype or dtype, torch.device("cpu"), scaled=scaled)
+    cache.fill(torch.nan)
     for sequence, table in zip(sequences, tables, strict=True):
         first = 0 if spec.window is None else max(0, sequence.start - spec.window + 1) // page_size * page_size
         for position in range(first, sequence.start + sequence.length):
             page, offset = table[position // page_size], position % page_size
             at = (page, offset) if order == "PSKD" else (page, slice(None), offset)
-            cache.keys[at], cache.values[at] = sequence.keys[position], sequence.values[position]
+            key, value = sequence.keys[position], sequence.values[position]
+            if scaled:
+                cache.keys[at], cache.key_scales[at] = int8(key)
+                cache.values[at], cache.value_scales[at] = int8(value)
+            else:
+                cache.keys[at], cache.values[at] = key, value
     # A window's allocator takes back the pages that no query sees: -1, the spare page, which holds NaN.
     if spec.window is not None:
         gone = [max(0, s.start - spec.window + 1) // page_size for s in sequences]

@@ -165,7 +165,7 @@ class ModelCost:
             weight_bytes -= _embedding_bytes(parts)
         layers = []
         for group in groups:
-            key_bytes = 2 * group.num_kv_heads * group.head_dim * parts.layout.entry_bytes
+            key_bytes = parts.layout.layer_token_bytes(group)
             for index in group.layers:
                 heads = spec.layers[index].attention
                 layers.append(LayerCost(4 * heads.num_heads * heads.head_dim, key_bytes, group.window))

@@ -12,6 +12,8 @@ from intarsia.ops import Ops
 from intarsia.protocols import CacheAllocator, CacheContext, Quantizer
 from intarsia.types import AUTO, CacheGroup, CacheLayout, CacheOptions, DecoderSpec, Dtype, WeightMap, parse_bytes
 
+#: Entry formats whose numbers share a scale, a token, kv head and tensor each; and the bytes of that.
+_SCALE_BYTES = {"int8": 4}
 #: Of the memory that is free beside the weights, how much the cache takes where no size is given.
 CACHE_SHARE = 0.5
 
@@ -40,6 +42,7 @@ def lay_out(spec: DecoderSpec, options: CacheOptions, order: str, dtype: Dtype) 
         order=order,
         format=entry,
         entry_bytes=torch_dtype.itemsize,
+        scale_bytes=_SCALE_BYTES.get(entry, 0),
         page_size=options.page_size,
         groups=tuple(
             CacheGroup(

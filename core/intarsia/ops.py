@@ -118,20 +118,41 @@ def soft_cap(x_LV: torch.Tensor, cap: float) -> torch.Tensor:
     return _activate(x_LV, lambda part: torch.tanh(part / cap)).mul_(cap)
 
 
+def int8_entries(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 numbers (T, K, D) and fp32 scales (T, K) whose product is nearest to x: the cache's format `int8`.
+
+    scale = max|x| / 127 and number = round(x / scale), ties to even, all in fp32, so that an entry is off by half a
+    scale at most; a token, head and tensor at a time, so that it depends on nothing else. A zero vector has scale 0.
+    One that is not finite has scale NaN and numbers 0: whatever reads it shows it.
+    """
+    x = x_TKD.float()
+    largest_TK = x.abs().amax(dim=-1)
+    # A product, which is the same on every device: not every one divides by a constant.
+    scales_TK = torch.where(largest_TK.isfinite(), largest_TK * (1 / 127), torch.nan)
+    scales = scales_TK.unsqueeze(-1)
+    # Scales of the smallest floats are rounded themselves, so that a quotient can pass 127.
+    numbers = torch.where(scales > 0, x / scales, 0).round().clamp(-127, 127)
+    return numbers.to(torch.int8), scales_TK
+
+
 def cache_write(
     keys_TKD: torch.Tensor, values_TKD: torch.Tensor, cache: LayerCache, slots_T: torch.Tensor, order: str
 ) -> None:
-    """Write each token's key and value to its slot, rounded to the cache's dtype.
+    """Write each token's key and value to its slot, rounded to the cache's dtype, or with its scale where that is int8.
 
     Slot -1 is the last of the spare page, which nothing reads.
     """
-    for new, stored in ((keys_TKD, cache.keys), (values_TKD, cache.values)):
-        new = new.to(stored.dtype)
-        if order == "PSKD":
-            stored.view(-1, *new.shape[1:])[slots_T] = new
+    page_size = cache.keys.shape[order.index("S")]
+    pages_T, slots_T = slots_T.div(page_size, rounding_mode="floor"), slots_T.remainder(page_size)
+    place = (pages_T, slots_T) if order == "PSKD" else (pages_T, slice(None), slots_T)
+    for new, stored, scales in (
+        (keys_TKD, cache.keys, cache.key_scales),
+        (values_TKD, cache.values, cache.value_scales),
+    ):
+        if scales is None:
+            stored[place] = new.to(stored.dtype)
         else:
-            page_size = stored.shape[2]
-            stored[slots_T.div(page_size, rounding_mode="floor"), :, slots_T.remainder(page_size)] = new
+            stored[place], scales[place] = int8_entries(new)
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +190,7 @@ OPS: Mapping[str, Kernel] = {
         _reference("gelu_tanh_mul", gelu_tanh_mul),
         _reference("gelu_tanh", gelu_tanh),
         _reference("soft_cap", soft_cap),
-        _reference("cache_write", cache_write, orders=frozenset({"PSKD", "PKSD"}), formats=_FLOATS),
+        _reference("cache_write", cache_write, orders=frozenset({"PSKD", "PKSD"}), formats=_FLOATS | {"int8"}),
         _reference("all_reduce", all_reduce),
         _reference("all_gather", all_gather),
     )

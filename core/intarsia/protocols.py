@@ -385,7 +385,12 @@ class AttentionBackend(Protocol):
 
 
 class LayerCache(Protocol):
-    """One layer's tensors of the cache, in the layout's order."""
+    """One layer's tensors of the cache, in the layout's order.
+
+    In the entry format `int8` a key or value is its numbers times its scale: the dequantized entry (see
+    `intarsia.ops.int8_entries`). A scale of NaN says that what was written was not finite. None of the tensors need be
+    contiguous; the last axis of keys and values is.
+    """
 
     @property
     def keys(self) -> torch.Tensor:
@@ -395,6 +400,16 @@ class LayerCache(Protocol):
     @property
     def values(self) -> torch.Tensor:
         """Values of all pages."""
+        ...
+
+    @property
+    def key_scales(self) -> torch.Tensor | None:
+        """fp32 scales of the keys, with the keys' axes but the last; None where the entry format has none."""
+        ...
+
+    @property
+    def value_scales(self) -> torch.Tensor | None:
+        """fp32 scales of the values, likewise."""
         ...
 
 

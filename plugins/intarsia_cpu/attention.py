@@ -16,10 +16,10 @@ from attrs import field, frozen
 from intarsia.protocols import LayerCache, PartContext
 from intarsia.types import AttentionSpec, CacheLayout, Fit, ForwardBatch, Invariance, Unfit
 from intarsia_cpu.build import load, unavailable
+from intarsia_cpu.entries import ENTRIES, Scales, entry_of
 
 _AREA = "attention"
-#: What the kernels compute in and read. Everything else is another backend's.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+#: What the kernels compute in. Everything else is another backend's.
 _NAMES = ("float32", "bfloat16")
 _MAX_HEAD_DIM = 256
 
@@ -28,13 +28,14 @@ class _Args(ctypes.Structure):
     """`AttentionArgs` of `src/attention.h`, field by field."""
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("queries", "out", "keys", "values")],
+        *[(name, ctypes.c_void_p) for name in ("queries", "out", "keys", "values", "key_scales", "value_scales")],
         *[(name, ctypes.c_void_p) for name in ("bounds", "starts", "pages", "page_bounds")],
         *[(name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")],
         *[(name, ctypes.c_int64) for name in ("out_token_stride", "out_head_stride")],
         *[(name, ctypes.c_int64) for name in ("page_stride", "kv_head_stride", "slot_stride")],
+        *[(name, ctypes.c_int64) for name in ("scale_page_stride", "scale_head_stride", "scale_slot_stride")],
         *[(name, ctypes.c_int32) for name in ("num_rows", "num_heads", "num_kv_heads", "head_dim", "page_size")],
-        *[(name, ctypes.c_int32) for name in ("window", "queries_bf16", "cache_bf16")],
+        *[(name, ctypes.c_int32) for name in ("window", "queries_bf16", "entry")],
         *[(name, ctypes.c_float) for name in ("scale", "soft_cap")],
     )
 
@@ -90,7 +91,7 @@ class CpuAttention:
     """Flash attention over pages in tiles of 64 keys, which begin at fixed positions and are taken in order."""
 
     orders: tuple[str, ...] = ("PKSD", "PSKD")
-    formats: tuple[str, ...] = _NAMES
+    formats: tuple[str, ...] = tuple(ENTRIES)
     _library: ctypes.CDLL = field(factory=_load, repr=False)
 
     def invariance(self, dtype: str) -> Invariance:
@@ -112,18 +113,22 @@ class CpuAttention:
         self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, group: int, batch: ForwardBatch
     ) -> torch.Tensor:
         """Return (T, H, D). Of the cache, only slots that a query sees are read."""
+        assert q_THD.dtype in (torch.float32, torch.bfloat16), q_THD.dtype
         prepared: Prepared = batch.attention
         keys, values, tables = cache.keys, cache.values, prepared.groups[group]
         if q_THD.stride(-1) != 1:
             q_THD = q_THD.contiguous()
         assert keys.stride() == values.stride() and keys.stride(-1) == 1
         slot, head = (1, 2) if prepared.order == "PSKD" else (2, 1)
+        scales = Scales.of(cache)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         args = _Args(
             queries=q_THD.data_ptr(),
             out=out_THD.data_ptr(),
             keys=keys.data_ptr(),
             values=values.data_ptr(),
+            key_scales=scales.keys,
+            value_scales=scales.values,
             bounds=prepared.bounds.buffer_info()[0],
             starts=prepared.starts.buffer_info()[0],
             pages=tables.pages.buffer_info()[0],
@@ -135,14 +140,17 @@ class CpuAttention:
             page_stride=keys.stride(0),
             kv_head_stride=keys.stride(head),
             slot_stride=keys.stride(slot),
+            scale_page_stride=scales.strides[0],
+            scale_head_stride=scales.strides[head],
+            scale_slot_stride=scales.strides[slot],
             num_rows=len(prepared.starts),
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             page_size=prepared.page_size,
             window=spec.window or 0,
-            queries_bf16=_DTYPES[q_THD.dtype],
-            cache_bf16=_DTYPES[keys.dtype],
+            queries_bf16=q_THD.dtype == torch.bfloat16,
+            entry=entry_of(keys),
             scale=spec.scale,
             soft_cap=spec.soft_cap or 0.0,
         )

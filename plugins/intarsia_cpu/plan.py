@@ -14,6 +14,7 @@ from attrs import field, frozen
 
 from intarsia.rope import cos_sin
 from intarsia.types import CacheLayout, DecoderSpec, LayerSpec, MlpSpec, RopeSpec, Weight, dense
+from intarsia_cpu.entries import ENTRIES
 from intarsia_cpu.linears import FORMATS, PACKED, LinearStruct, interleave, pack, struct
 
 Weights = Mapping[str, Weight | torch.Tensor]
@@ -53,6 +54,7 @@ class Model(ctypes.Structure):
         ("norm", Norm),
         ("head", LinearStruct),
         *((name, _INT) for name in ("dtype", "embed_dim", "vocab_size", "num_layers", "norm_kind", "page_size")),
+        ("cache_entry", _INT),
         *((name, _DOUBLE) for name in ("eps", "embedding_scale", "logit_scale", "logit_soft_cap")),
     )
 
@@ -61,11 +63,9 @@ class Cache(ctypes.Structure):
     """Mirrors StepCache."""
 
     _fields_ = (
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("page_stride", _INT),
-        ("head_stride", _INT),
-        ("slot_stride", _INT),
+        *((name, _POINTER) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, _INT) for name in ("page_stride", "head_stride", "slot_stride")),
+        *((name, _INT) for name in ("scale_page_stride", "scale_head_stride", "scale_slot_stride")),
     )
 
 
@@ -101,7 +101,7 @@ def plan(spec: DecoderSpec, layout: CacheLayout, weights: Weights, dtype: str, m
 
     Args:
         spec: the model: dense, of dtype float32 or bfloat16.
-        layout: of the cache; PKSD, of the same dtype.
+        layout: of the cache; PKSD, of the same dtype or int8.
         weights: by canonical name, those of linears in `FORMATS`, packed or not.
         dtype: of activations.
         max_len: positions that rotary tables are made for.
@@ -134,6 +134,7 @@ class _Planner:
             num_layers=spec.num_layers,
             norm_kind=_NORM_KINDS[spec.norm.kind],
             page_size=self.layout.page_size,
+            cache_entry=ENTRIES[self.layout.format],
             eps=spec.norm.eps,
             # As the ops have it: a number of the model's dtype.
             embedding_scale=torch.tensor(spec.embedding_scale, dtype=self._torch_dtype).item(),

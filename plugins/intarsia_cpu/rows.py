@@ -15,6 +15,7 @@ from attrs import field, frozen
 from intarsia.protocols import Kernel, LayerCache
 from intarsia.types import Invariance, Weight
 from intarsia_cpu.build import load
+from intarsia_cpu.entries import ENTRIES, Scales, entry_of
 
 AREA = "rows"
 _NAMES = ("float32", "bfloat16")
@@ -76,11 +77,12 @@ class _Argmax(_Struct):
 class _CacheWrite(_Struct):
     op = "cache_write"
     _fields_ = _fields(
-        "keys values key_pages value_pages slots",
+        "keys values key_pages value_pages key_scales value_scales slots",
         "key_token_stride key_head_stride value_token_stride value_head_stride page_stride kv_head_stride slot_stride "
+        "scale_page_stride scale_head_stride scale_slot_stride "
         "num_tokens num_kv_heads head_dim page_size",
         "",
-        "x_bf16 cache_bf16",
+        "x_bf16 entry",
     )
 
 
@@ -270,15 +272,19 @@ class RowOps:
         slots_T: torch.Tensor,
         order: str,
     ) -> None:
-        """Write each token's key and value to its slot, rounded to the cache's dtype; slot -1 is written nowhere."""
+        """Write each token's key and value to its slot, rounded to the cache's format; slot -1 is written nowhere."""
         keys_TKD, values_TKD, slots_T = _dense_rows(keys_TKD), _dense_rows(values_TKD), slots_T.contiguous()
         stored, (slot, head) = cache.keys, ((1, 2) if order == "PSKD" else (2, 1))
         assert stored.stride() == cache.values.stride() and stored.stride(-1) == 1
+        assert keys_TKD.dtype == values_TKD.dtype
+        scales = Scales.of(cache)
         args = _CacheWrite(
             keys=keys_TKD.data_ptr(),
             values=values_TKD.data_ptr(),
             key_pages=stored.data_ptr(),
             value_pages=cache.values.data_ptr(),
+            key_scales=scales.keys,
+            value_scales=scales.values,
             slots=slots_T.data_ptr(),
             key_token_stride=keys_TKD.stride(0),
             key_head_stride=keys_TKD.stride(1),
@@ -287,12 +293,15 @@ class RowOps:
             page_stride=stored.stride(0),
             kv_head_stride=stored.stride(head),
             slot_stride=stored.stride(slot),
+            scale_page_stride=scales.strides[0],
+            scale_head_stride=scales.strides[head],
+            scale_slot_stride=scales.strides[slot],
             num_tokens=keys_TKD.shape[0],
             num_kv_heads=keys_TKD.shape[1],
             head_dim=keys_TKD.shape[2],
             page_size=stored.shape[slot],
             x_bf16=_bf16(keys_TKD),
-            cache_bf16=_bf16(stored),
+            entry=entry_of(stored),
         )
         self._run(args, 2 * keys_TKD.numel())
 
@@ -301,7 +310,7 @@ def row_kernels(ops: RowOps) -> list[Kernel]:
     """The ops as kernels of the names that models call."""
     promised: dict[str, Invariance] = dict.fromkeys(_NAMES, "bitwise")
     facts: dict[str, dict[str, Any]] = {"embedding": {"formats": frozenset({"dense"})}}
-    facts["cache_write"] = {"orders": frozenset({"PKSD", "PSKD"}), "formats": frozenset(_NAMES)}
+    facts["cache_write"] = {"orders": frozenset({"PKSD", "PSKD"}), "formats": frozenset(ENTRIES)}
     names = ("rms_norm", "add_rms_norm", "layer_norm", "rope", "silu_mul", "gelu_tanh_mul", "gelu_tanh", "soft_cap")
     return [
         Kernel(op=name, call=getattr(ops, name), dtypes=frozenset(_NAMES), invariance=promised, **facts.get(name, {}))

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from intarsia.protocols import CacheStorage, RunnerContext
+from intarsia.protocols import CacheStorage, LayerCache, RunnerContext
 from intarsia.types import CacheLayout, DecoderSpec, Fit, ForwardBatch, MoeSpec, Unfit
 from intarsia_cpu.build import compiler, load, unavailable
+from intarsia_cpu.entries import Scales
 from intarsia_cpu.linears import FORMATS, FORMATS_READ
 from intarsia_cpu.plan import DTYPES, MIRRORS, Batch, Cache, Plan, plan
 
@@ -158,20 +159,27 @@ class FusedRunner:
         """Return the address of the layers' tensors, looked up once a cache."""
         if cache is not self._cache:
             layers = [cache.layer(index) for index in range(self.spec.num_layers)]
-            self._caches = (Cache * len(layers))(
-                *(
-                    Cache(
-                        keys=layer.keys.data_ptr(),
-                        values=layer.values.data_ptr(),
-                        page_stride=layer.keys.stride(0),
-                        head_stride=layer.keys.stride(1),
-                        slot_stride=layer.keys.stride(2),
-                    )
-                    for layer in layers
-                )
-            )
+            self._caches = (Cache * len(layers))(*map(_cache, layers))
             self._cache = cache
         return ctypes.addressof(self._caches)
+
+
+def _cache(layer: LayerCache) -> Cache:
+    """Return a layer's tensors, in the order PKSD, as the native step reads them."""
+    scales = Scales.of(layer)
+    page_stride, head_stride, slot_stride, _ = layer.keys.stride()
+    return Cache(
+        keys=layer.keys.data_ptr(),
+        values=layer.values.data_ptr(),
+        key_scales=scales.keys,
+        value_scales=scales.values,
+        page_stride=page_stride,
+        head_stride=head_stride,
+        slot_stride=slot_stride,
+        scale_page_stride=scales.strides[0],
+        scale_head_stride=scales.strides[1],
+        scale_slot_stride=scales.strides[2],
+    )
 
 
 def _pointers(addresses: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
@@ -205,8 +213,8 @@ def _refusal(context: RunnerContext) -> str | None:
         return unavailable(_AREA)
     if layout.order != _ORDER:
         return f"it reads caches in the order {_ORDER}, not {layout.order}"
-    if layout.format != engine.dtype:
-        return f"it reads caches in the engine's dtype, {engine.dtype}, not in {layout.format}"
+    if layout.format not in (engine.dtype, "int8"):
+        return f"it reads caches in int8 or the engine's dtype, {engine.dtype}, not in {layout.format}"
     return unavailable(_AREA)
 
 

@@ -560,13 +560,13 @@ def test_what_is_no_cache_format_is_a_config_error(model, name):
 
 
 def test_a_format_that_attention_does_not_read_names_who_does(model):
-    error = refusal(CompositionError, model, cache=CACHE | {"format": "int8"})
+    error = refusal(CompositionError, model, cache=CACHE | {"format": "int16"})
     assert error.field == "cache.format" and "cache.format = 'auto'" in str(error)
     plugin = offering(
-        attention=[backend("reads8", formats=("int8",)), backend("broken"), provider("bad", build=broken)]
+        attention=[backend("reads16", formats=("int16",)), backend("broken"), provider("bad", build=broken)]
     )
-    error = refusal(CompositionError, model, plugin, attention="sdpa", cache=CACHE | {"format": "int8"})
-    for word in ("'int8'", "attention 'sdpa'", "float16", "attention = 'reads8'"):
+    error = refusal(CompositionError, model, plugin, attention="sdpa", cache=CACHE | {"format": "int16"})
+    for word in ("'int16'", "attention 'sdpa'", "float16", "attention = 'reads16'"):
         assert word in str(error)
     assert "'narrow'" not in str(error) and "'bad'" not in str(error)
 

@@ -114,16 +114,31 @@ void cache() {
   std::shuffle(order.begin(), order.end(), generator);
   const int64_t head = 2 * page_size * dim;
   std::vector<bf16_t> stored(pages * heads * head, 1);
-  CacheWriteArgs args{keys.data(), values.data(), stored.data(), stored.data() + page_size * dim, order.data(), heads * dim, dim, heads * dim, dim, heads * head, head, dim, slots, heads, dim, page_size, 0, 1};
+  CacheWriteArgs args{keys.data(), values.data(), stored.data(), stored.data() + page_size * dim, nullptr, nullptr, order.data(), heads * dim, dim, heads * dim, dim, heads * head, head, dim, 0, 0, 0, slots, heads, dim, page_size, 0, entries::BF16};
+  in_threads(cache_write_part, args);
+  std::vector<int8_t> numbers(stored.size(), 77);
+  std::vector<float> key_scales(slots * heads, NAN), value_scales(slots * heads, NAN);
+  args.key_pages = numbers.data();
+  args.value_pages = numbers.data() + page_size * dim;
+  args.key_scales = key_scales.data();
+  args.value_scales = value_scales.data();
+  args.scale_page_stride = page_size * heads;
+  args.scale_head_stride = page_size;
+  args.scale_slot_stride = 1;
+  args.entry = entries::INT8;
   in_threads(cache_write_part, args);
   for (int token = 0; token < slots; token++) {
     if (order[token] < 0) continue;
     for (int h = 0; h < heads; h++) {
       const int64_t place = order[token] / page_size * heads * head + h * head + order[token] % page_size * dim;
+      const int64_t scale = (order[token] / page_size * heads + h) * page_size + order[token] % page_size;
       for (int d = 0; d < dim; d++) {
         const size_t i = ((size_t)token * heads + h) * dim + d;
         expect("keys", stored[place + d], isa::to_bf16(keys[i]), 0);
         expect("values", stored[place + page_size * dim + d], isa::to_bf16(values[i]), 0);
+        expect("int8 keys", numbers[place + d] * (double)key_scales[scale], keys[i], 0.501 * key_scales[scale]);
+        expect("int8 values", numbers[place + page_size * dim + d] * (double)value_scales[scale], values[i],
+               0.501 * value_scales[scale]);
       }
     }
   }

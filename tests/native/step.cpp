@@ -88,6 +88,7 @@ struct Model {
     model.num_layers = 2;
     model.norm_kind = coin() ? NORM_LAYER : NORM_RMS;
     model.page_size = whole(1, 20);
+    model.cache_entry = coin() ? entries::INT8 : model.dtype == STEP_BFLOAT16 ? entries::BF16 : entries::FLOAT32;
     model.eps = 1e-5;
     model.embedding_scale = 1.5;
     model.logit_scale = 0.5;
@@ -171,13 +172,21 @@ std::vector<float> logits(const Model& made, Batch& rows, int num_threads) {
   std::vector<StepCache> caches;
   for (const StepLayer& layer : made.layers) {
     const int64_t head = model.page_size * layer.head_dim, page = head * layer.num_kv_heads;
-    const size_t bytes = (size_t)(rows.num_pages * page * (model.dtype == STEP_BFLOAT16 ? 2 : 4));
+    const size_t bytes = (size_t)(rows.num_pages * page * entries::bytes((int32_t)model.cache_entry));
     uint8_t* both[2];
     for (uint8_t*& one : both) {
       tensors.push_back(std::make_unique<std::vector<uint8_t>>(bytes, 0xff));  // NaN in either type
       one = tensors.back()->data();
     }
-    caches.push_back({both[0], both[1], page, head, layer.head_dim});
+    float* scales[2] = {nullptr, nullptr};
+    const int64_t slots = model.page_size, heads = layer.num_kv_heads;
+    if (model.cache_entry == entries::INT8) {
+      for (float*& one : scales) {
+        tensors.push_back(std::make_unique<std::vector<uint8_t>>((size_t)(rows.num_pages * heads * slots * 4), 0xff));
+        one = (float*)tensors.back()->data();
+      }
+    }
+    caches.push_back({both[0], both[1], scales[0], scales[1], page, head, layer.head_dim, heads * slots, slots, 1});
   }
   const int64_t* slots = rows.slots.data();
   const int32_t *pages = rows.pages.data(), *page_bounds = rows.page_bounds.data();

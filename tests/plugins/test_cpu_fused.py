@@ -350,7 +350,7 @@ def test_what_it_is_asked_decides_and_nothing_else():
         ({"spec": types.SimpleNamespace(layers=(layer, wide))}, "layer 1 has heads of 264"),
         ({"spec": types.SimpleNamespace(layers=(layer, mixture))}, "layer 1 is a mixture of 3 experts"),
         ({"layout": changed(layout, order="PSKD")}, "in the order PKSD, not PSKD"),
-        ({"layout": changed(layout, format="int8")}, "bfloat16, not in int8"),
+        ({"layout": changed(layout, format="float32")}, "bfloat16, not in float32"),
         ({"engine": changed(engine, device="cuda:0")}, "the engine runs on cuda:0"),
     ):
         found = asked(**changes)

@@ -108,18 +108,20 @@ def _engine(engine: dict[str, Any]) -> str:
 
 
 def _memory(memory: dict[str, Any], layout: CacheLayout) -> list[tuple[str, str]]:
-    formulas = [
-        f"2 x {len(group.layers)} layers x {group.num_kv_heads} kv heads x {group.head_dim} head dim"
-        f" x {layout.entry_bytes} bytes"
-        for group in layout.groups
-    ]
+    scale = f" + {layout.scale_bytes} bytes of scale" if layout.scale_bytes else ""
+    formulas = []
+    for group in layout.groups:
+        numbers = f"{group.head_dim} head dim x {layout.entry_bytes} bytes"
+        vector = f"({numbers}{scale})" if scale else numbers
+        formulas.append(f"2 x {len(group.layers)} layers x {group.num_kv_heads} kv heads x {vector}")
+    rounded = ", rounded: outputs differ from those over floats" if scale else ""
     pages, page_size = memory["pages"], memory["page_size"]
     return [
         ("weights", size(memory["weights"])),
         (
             "cache",
             f"{size(memory['cache'])} in {pages} pages of {page_size} tokens, for {pages * page_size} tokens;"
-            f" {layout.format}, order {layout.order}",
+            f" {layout.format}{rounded}, order {layout.order}",
         ),
         ("a token", f"{memory['token']} bytes = {' + '.join(formulas)}"),
         ("batch", f"{memory['max_batch']} sequences at most, each of full length"),

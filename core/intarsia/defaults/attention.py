@@ -22,6 +22,8 @@ from intarsia.types import AttentionSpec, CacheLayout, Fit, ForwardBatch, Invari
 
 #: Pages in order: a slice where they lie side by side, which reads without a copy.
 _Pages: TypeAlias = slice | torch.Tensor
+#: Entries that `Keys.read` reads.
+FORMATS = ("float32", "float16", "bfloat16", "int8")
 #: (queries (n, H, D), keys (M, K, D), values (M, K, D), positions of the first query and the first key, spec)
 #: -> (n, H, D)
 RowAttention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int, AttentionSpec], torch.Tensor]
@@ -55,6 +57,22 @@ class Keys:
             chosen = chosen.transpose(1, 2)
         return chosen.flatten(0, 1)[: self.count]
 
+    def read(self, cache: LayerCache, order: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the row's keys and values as (M, K, D): of quantized entries those that they stand for, in fp32."""
+        return entries(cache, lambda stored: self.gather(stored, order))
+
+
+def entries(cache: LayerCache, gather: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `gather` takes of keys and of values: of quantized entries numbers times scales, in fp32.
+
+    It sees scales as tensors of one number a slot and head, with the axes of the others.
+    """
+    keys, values = gather(cache.keys), gather(cache.values)
+    if cache.key_scales is None or cache.value_scales is None:
+        return keys, values
+    scales = (gather(one.unsqueeze(-1)) for one in (cache.key_scales, cache.value_scales))
+    return keys * next(scales), values * next(scales)
+
 
 @frozen(eq=False)
 class RowKeys:
@@ -75,7 +93,7 @@ class RowByRowAttention:
     attend_row: RowAttention
     levels: Mapping[str, Invariance] = Factory(dict)
     orders: tuple[str, ...] = ("PSKD", "PKSD")
-    formats: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    formats: tuple[str, ...] = FORMATS
 
     def invariance(self, dtype: str) -> Invariance:
         """A row's own tokens decide the shapes that it is computed in; other rows do not."""
@@ -101,8 +119,7 @@ class RowByRowAttention:
         prepared: RowKeys = batch.attention
         mixed = []
         for start, (first, stop), found in zip(batch.starts, pairwise(batch.bounds), prepared.keys[group], strict=True):
-            keys = found.gather(cache.keys, prepared.order)
-            values = found.gather(cache.values, prepared.order)
+            keys, values = found.read(cache, prepared.order)
             mixed.append(self.attend_row(q_THD[first:stop], keys, values, start, found.first, spec))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 

@@ -18,7 +18,7 @@ import torch
 from attrs import frozen
 from torch.nn import functional
 
-from intarsia.defaults.attention import Keys, visible
+from intarsia.defaults.attention import FORMATS, Keys, entries, visible
 from intarsia.protocols import LayerCache, PartContext
 from intarsia.types import AttentionSpec, CacheLayout, Fit, ForwardBatch, Invariance, Unfit
 
@@ -77,7 +77,7 @@ class _Decoding:
 
     def attend(self, q_RHD: torch.Tensor, cache: LayerCache, order: str, spec: AttentionSpec) -> torch.Tensor:
         """Return (R, H, D)."""
-        keys, values = (self._gather(stored, order).to(q_RHD.dtype) for stored in (cache.keys, cache.values))
+        keys, values = (x.to(q_RHD.dtype) for x in entries(cache, lambda stored: self._gather(stored, order)))
         # A row's token sees every key that is not hidden, so a kv head's query heads can be the queries of one call.
         grouped_RKGD = q_RHD.reshape(len(q_RHD), spec.num_kv_heads, -1, spec.head_dim)
         mixed = functional.scaled_dot_product_attention(
@@ -111,7 +111,7 @@ class SdpaAttention:
 
     dtype: torch.dtype
     orders: tuple[str, ...] = ("PSKD", "PKSD")
-    formats: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    formats: tuple[str, ...] = FORMATS
 
     def invariance(self, dtype: str) -> Invariance:
         """A row's own tokens decide what it is computed with; other rows do not."""
@@ -148,7 +148,7 @@ class SdpaAttention:
         for rows in mine.decoding:
             mixed[rows.tokens_R] = rows.attend(q_THD[rows.tokens_R], cache, order, spec)
         for first, stop, start, keys in mine.others:
-            found = keys.gather(cache.keys, order), keys.gather(cache.values, order)
+            found = keys.read(cache, order)
             mixed[first:stop] = attend_row(q_THD[first:stop], *found, start, keys.first, spec)
         return mixed
 

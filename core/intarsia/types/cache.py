@@ -56,7 +56,7 @@ class CacheOptions:
     page_size: int = field(default=16, validator=ge(1))
     #: bytes for keys and values, such as "2GiB"; auto is half of what is free beside the weights
     memory: str = field(default="auto", validator=_size)
-    #: how entries are stored: auto is the engine's dtype
+    #: how entries are stored: auto is the engine's dtype; int8 takes about half of bfloat16, and rounds
     format: str = "auto"
 
 
@@ -79,6 +79,8 @@ class CacheLayout:
         order: of the axes of a layer's key and of its value tensor, named by the legend: `PSKD` or `PKSD`.
         format: entry format, a torch dtype's name or a quantized format's.
         entry_bytes: bytes of one number.
+        scale_bytes: bytes of the scale that the D numbers of a token's key, or value, of one head share; 0 where the
+            format has none.
         page_size: slots a page.
     """
 
@@ -87,11 +89,16 @@ class CacheLayout:
     entry_bytes: int
     page_size: int
     groups: tuple[CacheGroup, ...]
+    scale_bytes: int = 0
+
+    def layer_token_bytes(self, group: CacheGroup) -> int:
+        """Bytes that one token takes in one layer of a group: 2 x kv heads x (head dim x entry bytes + scale)."""
+        return 2 * group.num_kv_heads * (group.head_dim * self.entry_bytes + self.scale_bytes)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes: 2 x layers x kv heads x head dim x entry bytes, over all groups."""
-        return sum(2 * len(g.layers) * g.num_kv_heads * g.head_dim * self.entry_bytes for g in self.groups)
+        """Bytes that one token takes over all layers of all groups, scales included."""
+        return sum(len(group.layers) * self.layer_token_bytes(group) for group in self.groups)
 
     @property
     def page_bytes(self) -> int:

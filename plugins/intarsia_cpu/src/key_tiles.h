@@ -1,13 +1,16 @@
 // Tiles of 64 keys and values, read from the pages of a cache and packed as attention's products read them: keys with a
-// tile's keys side by side, values with a key's (or two keys') dimensions side by side.
+// tile's keys side by side, values with a key's (or two keys') dimensions side by side. Of int8 entries the numbers are
+// packed, which floats and bf16 hold exactly; their scales stand beside, for scores and weights to be multiplied by.
 //
 // Only slots that hold what a query of the block sees are read. The others are zeros: a weight of 0 would not hide NaN.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
+#include "entries.h"
 #include "isa.h"
 
 namespace key_tiles {
@@ -38,6 +41,7 @@ struct Floats {
   static INLINE Vector row(const Number* source, int count) {
     return count >= LANES ? isa::load(source) : isa::load(source, count);
   }
+  static INLINE Vector row(const int8_t* source, int count) { return entries::load(source, count); }
   template <class Number>
   static void copy(Word* target, const Number* source, int count) {
     for (int d = 0; d < count; d += LANES) {
@@ -64,6 +68,11 @@ struct Pairs {
     if (count >= 2 * LANES) return isa::load_int(source);
     return (I)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), source);
   }
+  static INLINE Vector row(const int8_t* source, int count) {
+    const F lower = entries::load(source, std::min(count, LANES));
+    const F upper = count > LANES ? entries::load(source + LANES, count - LANES) : isa::zero();
+    return (I)_mm512_cvtne2ps_pbh((__m512)upper, (__m512)lower);
+  }
   static void copy(Word* target, const bf16_t* source, int count) {
     target[(count - 1) / 2] = 0;
     memcpy(target, source, sizeof(bf16_t) * (size_t)count);
@@ -88,6 +97,8 @@ template <class Words>
 struct Tile {
   alignas(64) typename Words::Word keys[MAX_DIM / Words::NUMBERS * TILE];    // [word of the dimensions][key]
   alignas(64) typename Words::Word values[TILE / Words::NUMBERS * MAX_DIM];  // [word of the keys][dimension, padded]
+  alignas(64) float key_scales[TILE], value_scales[TILE];                    // of int8 entries
+  bool scaled;                                                               // whether the entries are int8
 };
 
 /// Where the keys and values of a tile lie, in bytes: of its positions, first..last may be read.
@@ -129,9 +140,12 @@ struct Foresight {
 /// Where the keys and values of one row and kv head lie, and which positions of them may be read: begin..end.
 template <class Entry>
 struct Pages {
+  static constexpr bool SCALED = std::is_same_v<Entry, int8_t>;
+
   const Entry *keys, *values;
+  const float *key_scales, *value_scales;
   const int32_t* pages;
-  int64_t page_stride, slot_stride;
+  int64_t page_stride, slot_stride, scale_page_stride, scale_slot_stride;
   int page_size, head_dim, begin, end;
 
   /// The position at which the first tile begins.
@@ -143,11 +157,38 @@ struct Pages {
     places.row_bytes = head_dim * (int)sizeof(Entry);
     places.first = std::max(begin - tile, 0);
     places.last = std::min(end - tile, TILE);
-    for (int key = places.first; key < places.last;) {
-      const int page = (tile + key) / page_size, slot = (tile + key) % page_size;
-      const int some = std::min(page_size - slot, places.last - key);
-      const int64_t offset = pages[page] * page_stride + slot * slot_stride;
+    each_run(tile, places, [&](int key, int64_t page, int slot, int some) {
+      const int64_t offset = page * page_stride + slot * slot_stride;
       for (int i = 0; i < some; i++) places.offsets[key + i] = (offset + i * slot_stride) * (int64_t)sizeof(Entry);
+      if constexpr (SCALED) {
+        const int64_t scale = page * scale_page_stride + slot * scale_slot_stride;
+        isa::prefetch(key_scales + scale);
+        isa::prefetch(value_scales + scale);
+      }
+    });
+  }
+
+  /// Read a tile's scales; those of positions that may not be read are 0.
+  template <class Words>
+  void read_scales(int tile, const Places& places, Tile<Words>& packed) const {
+    std::fill_n(packed.key_scales, TILE, 0.0f);
+    std::fill_n(packed.value_scales, TILE, 0.0f);
+    each_run(tile, places, [&](int key, int64_t page, int slot, int some) {
+      const int64_t scale = page * scale_page_stride + slot * scale_slot_stride;
+      for (int i = 0; i < some; i++) {
+        packed.key_scales[key + i] = key_scales[scale + i * scale_slot_stride];
+        packed.value_scales[key + i] = value_scales[scale + i * scale_slot_stride];
+      }
+    });
+  }
+
+ private:
+  /// Call `run(key, page, slot, count)` for each run of a tile's positions that one page holds.
+  template <class Run>
+  INLINE void each_run(int tile, const Places& places, Run&& run) const {
+    for (int key = places.first; key < places.last;) {
+      const int slot = (tile + key) % page_size, some = std::min(page_size - slot, places.last - key);
+      run(key, pages[(tile + key) / page_size], slot, some);
       key += some;
     }
   }

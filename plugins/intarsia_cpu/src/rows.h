@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "entries.h"
 #include "isa.h"
 #include "threads.h"
 #include "vmath.h"
@@ -290,32 +291,51 @@ struct CacheWriteArgs {
   const void* values;  // (T, K, D)
   void* key_pages;     // of all pages
   void* value_pages;   // with the strides of the keys
+  float* key_scales;   // of int8 entries, else null
+  float* value_scales;   // with the strides of the keys' scales
   const int64_t* slots;  // (T,): page * page size + offset
   int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
   int64_t page_stride, kv_head_stride, slot_stride;
+  int64_t scale_page_stride, scale_head_stride, scale_slot_stride;
   int64_t num_tokens, num_kv_heads, head_dim, page_size;
-  int32_t x_bf16, cache_bf16;
+  int32_t x_bf16, entry;  // entry: of `entries::Entry`
 };
+
+namespace rows {
+
+/// Write vector `head` of the keys, or of the values, to `place` of its pages, and its scale to `scale`.
+template <class Number>
+static INLINE void write_entry(const Number* source, int64_t dim, int32_t entry, void* pages, int64_t place, float* scale) {
+  if (entry == entries::INT8) {
+    *scale = entries::to_int8(source, dim, (int8_t*)pages + place);
+  } else if (entry == entries::BF16) {
+    each_vector(dim, [&](int64_t offset, int count) {
+      isa::store((bf16_t*)pages + place + offset, isa::load(source + offset, count), count);
+    });
+  } else {
+    each_vector(dim, [&](int64_t offset, int count) {
+      isa::store((float*)pages + place + offset, isa::load(source + offset, count), count);
+    });
+  }
+}
+
+}  // namespace rows
 
 static void cache_write_part(const CacheWriteArgs& args, int thread, int num_threads) {
   const Range mine = share(args.num_tokens * args.num_kv_heads, thread, num_threads);
   rows::with_number(args.x_bf16, [&](auto number) {
-    rows::with_number(args.cache_bf16, [&](auto entry) {
-      using Number = decltype(number);
-      using Entry = decltype(entry);
-      for (int64_t i = mine.begin; i < mine.end; i++) {
-        const int64_t token = i / args.num_kv_heads, head = i % args.num_kv_heads, slot = args.slots[token];
-        if (slot < 0) continue;
-        const int64_t place = slot / args.page_size * args.page_stride + slot % args.page_size * args.slot_stride +
-                              head * args.kv_head_stride;
-        const Number* key = (const Number*)args.keys + token * args.key_token_stride + head * args.key_head_stride;
-        const Number* value =
-            (const Number*)args.values + token * args.value_token_stride + head * args.value_head_stride;
-        rows::each_vector(args.head_dim, [&](int64_t offset, int count) {
-          isa::store((Entry*)args.key_pages + place + offset, isa::load(key + offset, count), count);
-          isa::store((Entry*)args.value_pages + place + offset, isa::load(value + offset, count), count);
-        });
-      }
-    });
+    using Number = decltype(number);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+      const int64_t token = i / args.num_kv_heads, head = i % args.num_kv_heads, slot = args.slots[token];
+      if (slot < 0) continue;
+      const int64_t page = slot / args.page_size, offset = slot % args.page_size;
+      const int64_t place = page * args.page_stride + offset * args.slot_stride + head * args.kv_head_stride;
+      const int64_t scale =
+          page * args.scale_page_stride + offset * args.scale_slot_stride + head * args.scale_head_stride;
+      const Number* key = (const Number*)args.keys + token * args.key_token_stride + head * args.key_head_stride;
+      const Number* value = (const Number*)args.values + token * args.value_token_stride + head * args.value_head_stride;
+      rows::write_entry(key, args.head_dim, args.entry, args.key_pages, place, args.key_scales + scale);
+      rows::write_entry(value, args.head_dim, args.entry, args.value_pages, place, args.value_scales + scale);
+    }
   });
 }

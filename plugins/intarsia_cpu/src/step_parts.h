@@ -41,6 +41,8 @@ static void attend(const StepModel& model, const StepLayer& layer, const StepBat
   args.out = mixed;
   args.keys = cache.keys;
   args.values = cache.values;
+  args.key_scales = cache.key_scales;
+  args.value_scales = cache.value_scales;
   args.bounds = batch.bounds;
   args.starts = batch.starts;
   args.pages = batch.pages[layer.group];
@@ -50,13 +52,17 @@ static void attend(const StepModel& model, const StepLayer& layer, const StepBat
   args.page_stride = cache.page_stride;
   args.kv_head_stride = cache.head_stride;
   args.slot_stride = cache.slot_stride;
+  args.scale_page_stride = cache.scale_page_stride;
+  args.scale_head_stride = cache.scale_head_stride;
+  args.scale_slot_stride = cache.scale_slot_stride;
   args.num_rows = static_cast<int32_t>(batch.num_rows);
   args.num_heads = static_cast<int32_t>(layer.num_heads);
   args.num_kv_heads = static_cast<int32_t>(layer.num_kv_heads);
   args.head_dim = static_cast<int32_t>(layer.head_dim);
   args.page_size = static_cast<int32_t>(model.page_size);
   args.window = static_cast<int32_t>(layer.window);
-  args.queries_bf16 = args.cache_bf16 = model.dtype == STEP_BFLOAT16;
+  args.queries_bf16 = model.dtype == STEP_BFLOAT16;
+  args.entry = static_cast<int32_t>(model.cache_entry);
   args.scale = static_cast<float>(layer.scale);
   args.soft_cap = static_cast<float>(layer.soft_cap);
   attention_part(args, thread, num_threads);

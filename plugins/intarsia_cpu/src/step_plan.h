@@ -41,14 +41,19 @@ struct StepModel {
   StepNorm norm;
   linear::Linear head;
   int64_t dtype, embed_dim, vocab_size, num_layers, norm_kind, page_size;
+  int64_t cache_entry;  // of `entries::Entry`: the model's dtype, or int8
   double eps, embedding_scale, logit_scale, logit_soft_cap;  // logit_soft_cap 0: none
 };
 
-/// One layer's tensors of the cache, (P, K, S, D) with D dense; strides count numbers.
+/// One layer's tensors of the cache, (P, K, S, D) with D dense, and scales (P, K, S) of int8 entries, else null; strides
+/// count numbers.
 struct StepCache {
   void* keys;
   void* values;
+  float* key_scales;
+  float* value_scales;
   int64_t page_stride, head_stride, slot_stride;
+  int64_t scale_page_stride, scale_head_stride, scale_slot_stride;
 };
 
 /// The rows of a step. Groups of page tables lie end to end.

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 
+#include "entries.h"
 #include "isa.h"
+#include "key_tiles.h"
 #include "step_plan.h"
 #include "vmath.h"
 
@@ -145,16 +147,33 @@ static void rotate_row(const StepModel& model, const StepLayer& layer, int64_t p
   }
 }
 
+/// Write a head's key or value as int8, rounded to the model's dtype first, as the ops hand it over; return its scale.
+static float write_int8(const StepModel& model, const float* row, int64_t width, int8_t* target) {
+  if (model.dtype != STEP_BFLOAT16) return entries::to_int8(row, width, target);
+  bf16_t rounded[key_tiles::MAX_DIM];
+  write_numbers(model, row, width, rounded);
+  return entries::to_int8(rounded, width, target);
+}
+
 /// Write a token's keys and values, (2K D), to its slot.
 static void write_row(const StepModel& model, const StepLayer& layer, const StepCache& cache, int64_t slot,
                       const float* keys) {
-  const int64_t bytes = model.dtype == STEP_BFLOAT16 ? 2 : 4, width = layer.head_dim;
-  const int64_t place = slot / model.page_size * cache.page_stride + slot % model.page_size * cache.slot_stride;
+  const int64_t width = layer.head_dim, page = slot / model.page_size, offset = slot % model.page_size;
+  const int64_t place = page * cache.page_stride + offset * cache.slot_stride;
+  const int64_t scale = page * cache.scale_page_stride + offset * cache.scale_slot_stride;
   const float* values = keys + layer.num_kv_heads * width;
   for (int64_t head = 0; head < layer.num_kv_heads; head++) {
-    const int64_t offset = (place + head * cache.head_stride) * bytes;
-    write_numbers(model, keys + head * width, width, static_cast<uint8_t*>(cache.keys) + offset);
-    write_numbers(model, values + head * width, width, static_cast<uint8_t*>(cache.values) + offset);
+    const int64_t at = (place + head * cache.head_stride) * entries::bytes(model.cache_entry);
+    uint8_t* key = static_cast<uint8_t*>(cache.keys) + at;
+    uint8_t* value = static_cast<uint8_t*>(cache.values) + at;
+    if (model.cache_entry == entries::INT8) {
+      const int64_t scale_at = scale + head * cache.scale_head_stride;
+      cache.key_scales[scale_at] = write_int8(model, keys + head * width, width, reinterpret_cast<int8_t*>(key));
+      cache.value_scales[scale_at] = write_int8(model, values + head * width, width, reinterpret_cast<int8_t*>(value));
+    } else {
+      write_numbers(model, keys + head * width, width, key);
+      write_numbers(model, values + head * width, width, value);
+    }
   }
 }
 
