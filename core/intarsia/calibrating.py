@@ -99,24 +99,61 @@ def observed(ops: Ops, see: Callable[[Weight, torch.Tensor], None]) -> Ops:
 
 
 @define(eq=False)
+class Sample:
+    """Up to `_SAMPLED` of a linear's inputs, each token as likely as another wherever it stands in the text.
+
+    A token draws a random number as it comes, and those with the smallest are kept. The seed is the same for all, so
+    that linears which see every token keep the same ones.
+
+    Attributes:
+        rows: (M, C), in bfloat16, in no order.
+    """
+
+    rows: torch.Tensor
+    _places: torch.Tensor = field(factory=partial(torch.empty, 0, dtype=torch.int64), init=False)
+    _draws: torch.Tensor = field(factory=partial(torch.empty, 0, dtype=torch.float64), init=False)
+    _random: torch.Generator = field(factory=lambda: torch.Generator().manual_seed(0), init=False)
+
+    def offer(self, x_TC: torch.Tensor, start: int) -> None:
+        """Take those of the tokens from `start` on that are kept, in the place of those that are not any more."""
+        held = len(self.rows)
+        draws = torch.rand(len(x_TC), dtype=torch.float64, generator=self._random)
+        kept = torch.cat((self._draws, draws)).topk(min(_SAMPLED, held + len(x_TC)), largest=False).indices
+        dropped = torch.ones(held, dtype=torch.bool)
+        dropped[kept[kept < held]] = False
+        slots, new = dropped.nonzero().flatten(), kept[kept >= held] - held
+        rows, places, draws = x_TC[new.to(x_TC.device)].bfloat16(), new + start, draws[new]
+        again = len(slots)
+        self.rows[slots.to(x_TC.device)], self._places[slots], self._draws[slots] = (
+            rows[:again],
+            places[:again],
+            draws[:again],
+        )
+        if again < len(new):  # it is not full yet
+            self.rows = torch.cat((self.rows, rows[again:]))
+            self._places = torch.cat((self._places, places[again:]))
+            self._draws = torch.cat((self._draws, draws[again:]))
+
+    def ordered(self) -> torch.Tensor:
+        """Return the rows in the order of the text, on the CPU."""
+        return self.rows.cpu()[self._places.argsort()]
+
+
+@define(eq=False)
 class Inputs:
     """What one linear was given so far.
 
     Attributes:
         largest: (C,), the largest magnitudes.
         squares: (C,), sums of squares, in float64.
+        sample: some of the inputs.
         num_rows: tokens that were seen.
-        sample: (M, C), in bfloat16, in the order of the text.
     """
 
     largest: torch.Tensor
     squares: torch.Tensor
-    sample: torch.Tensor
+    sample: Sample
     num_rows: int = 0
-    #: a random number a token: the tokens of the smallest are kept, so that each is as likely wherever it stands
-    _draws: torch.Tensor = field(factory=partial(torch.empty, 0, dtype=torch.float64), init=False)
-    #: one seed for all, so that linears which see every token keep the same ones
-    _random: torch.Generator = field(factory=lambda: torch.Generator().manual_seed(0), init=False)
 
     @classmethod
     def none(cls, columns: int, device: torch.device) -> Inputs:
@@ -124,27 +161,23 @@ class Inputs:
         return cls(
             largest=torch.zeros(columns, device=device),
             squares=torch.zeros(columns, dtype=torch.float64, device=device),
-            sample=torch.empty((0, columns), dtype=torch.bfloat16, device=device),
+            sample=Sample(torch.empty((0, columns), dtype=torch.bfloat16, device=device)),
         )
 
     def add(self, x_TC: torch.Tensor) -> None:
         """Count the inputs of some tokens."""
+        x_TC = x_TC.float()
+        self.largest = torch.maximum(self.largest, x_TC.abs().amax(dim=0))
+        self.squares += x_TC.square().sum(dim=0, dtype=torch.float64)
+        self.sample.offer(x_TC, self.num_rows)
         self.num_rows += len(x_TC)
-        self.largest = torch.maximum(self.largest, x_TC.abs().amax(dim=0).float())
-        self.squares += x_TC.double().square().sum(dim=0)
-        held = len(self.sample)
-        draws = torch.cat((self._draws, torch.rand(len(x_TC), dtype=torch.float64, generator=self._random)))
-        kept = draws.topk(min(_SAMPLED, len(draws)), largest=False).indices.sort().values
-        self._draws = draws[kept]
-        old, new = kept[kept < held].to(x_TC.device), (kept[kept >= held] - held).to(x_TC.device)
-        self.sample = torch.cat((self.sample[old], x_TC[new].bfloat16()))
 
     def statistics(self, name: str) -> InputStatistics:
         """Return what was seen; zeros and no sample where nothing was. Raise ExecutionError where it is not finite."""
         if not (self.largest.isfinite().all() and self.squares.isfinite().all()):
             raise ExecutionError(f"the inputs of {name} are not finite on this text; engine.dtype = 'float32' may help")
         mean_square = (self.squares / max(1, self.num_rows)).float()
-        return InputStatistics(self.largest.cpu(), mean_square.cpu(), self.sample.cpu())
+        return InputStatistics(self.largest.cpu(), mean_square.cpu(), self.sample.ordered())
 
 
 @define(eq=False)

@@ -26,7 +26,7 @@ from intarsia.quantizing.integers import IntegerFormat
 from intarsia.quantizing.options import EMBED
 from intarsia.types import Weight
 from intarsia_int8.options import CALIBRATION, Int8Options
-from intarsia_int8.smoothing import smoothing_scale
+from intarsia_int8.smoothing import column_size, smoothing_scale
 
 #: Numbers quantized at once: temporary tensors stay this small, however large a weight is.
 _CHUNK = 1 << 22
@@ -131,11 +131,10 @@ class Int8Quantizer:
     def _scale(self, name: str, weight_NC: torch.Tensor) -> torch.Tensor:
         assert self.calibration is not None
         inputs = self.calibration.of(name, weight_NC.shape[1], CALIBRATION)
-        low_C, high_C = weight_NC.aminmax(dim=0)
-        columns = torch.maximum(-low_C, high_C).float()
-        if not columns.isfinite().all():
+        columns_C = column_size(weight_NC, max(1, _CHUNK // max(1, weight_NC.shape[1])))
+        if not columns_C.isfinite().all():
             raise CheckpointError(f"{name} holds NaN or infinity, which int8 cannot represent")
-        return smoothing_scale(inputs.largest.to(columns.device), columns, self.options.smooth)
+        return smoothing_scale(inputs.mean_square.sqrt().to(columns_C.device), columns_C, self.options.smooth)
 
 
 def build(context: PartContext) -> Int8Quantizer:

@@ -158,6 +158,20 @@ def test_a_sample_of_many_tokens_is_512_in_order_and_from_everywhere():
     assert tenths.min() > 25 and tenths.max() < 80  # 51 each, give or take four deviations
 
 
+def test_the_statistics_do_not_depend_on_the_pieces():
+    x_TC = torch.randn(2000, 3)
+    found = []
+    for sizes in ([2000], [300, 400, 1, 1299], [7] * 285 + [5]):
+        inputs = Inputs.none(3, torch.device("cpu"))
+        for piece in x_TC.split(sizes):
+            inputs.add(piece)
+        found.append(inputs.statistics("x"))
+    for other in found[1:]:
+        assert torch.equal(other.largest, found[0].largest)
+        assert torch.equal(other.sample, found[0].sample)
+        torch.testing.assert_close(other.mean_square, found[0].mean_square)
+
+
 @pytest.mark.parametrize("number", ["nan", "inf"])
 def test_inputs_that_are_not_finite_are_refused_by_the_linears_name(number):
     inputs = Inputs.none(2, torch.device("cpu"))

@@ -14,7 +14,7 @@ from intarsia.quantizing.calibration import Calibration, InputStatistics
 from intarsia.types import dense
 from intarsia_int8 import provide_quantizers
 from intarsia_int8.options import Int8Options
-from intarsia_int8.smoothing import smoothing_scale
+from intarsia_int8.smoothing import column_size, smoothing_scale
 from models import tiny_llama
 
 
@@ -40,7 +40,7 @@ def quantizer(path, **options):
 
 @settings(max_examples=60, deadline=None)
 @given(columns=st.integers(1, 50), exponent=st.floats(0, 1), power=st.integers(-30, 30))
-def test_it_is_equation_4_with_a_geometric_mean_of_1(columns, exponent, power):
+def test_it_is_equation_4_of_root_mean_squares_with_a_geometric_mean_of_1(columns, exponent, power):
     x, w = drawn(columns, seed=1).abs() + 0.1, (drawn(columns, seed=2).abs() + 0.1) * 10.0**power
     found = smoothing_scale(x, w, exponent).double().numpy()
     wanted = x.double().numpy() ** exponent / w.double().numpy() ** (1 - exponent)
@@ -73,6 +73,12 @@ def test_products_stay_what_they_were(tmp_path, group, exponent):
     parts = (w / scale).abs().split(width, dim=1)
     half = torch.cat([part.amax(1, keepdim=True).expand(part.shape) for part in parts], dim=1) / 254
     assert ((weight.dequantize() - w).abs() <= half * scale * (1.01 if group else 1.0001)).all()
+
+
+def test_the_size_of_a_column_is_the_same_in_pieces_and_of_the_largest_floats():
+    w = drawn(50, 7) * 1e38
+    found = column_size(w, 8)
+    assert np.allclose(found.numpy(), np.sqrt((w.double().numpy() ** 2).mean(0)), rtol=1e-12)
 
 
 def rounded(x, width):

@@ -73,11 +73,12 @@ constexpr int ROWS = 4, VECTORS = 2;
 struct Job {
   const AttentionArgs& args;
   int row, kv_head, begin, end;
+  int group = args.num_heads / args.num_kv_heads;
 
-  int group() const { return args.num_heads / args.num_kv_heads; }
-  int position(int query) const { return args.starts[row] + query / group(); }
-  /// The first position that a query sees.
-  int lowest(int query) const { return args.window ? std::max(0, position(query) - args.window + 1) : 0; }
+  int position(int query) const { return args.starts[row] + query / group; }
+  /// The first position that a query sees, and that one at a position does.
+  int lowest(int query) const { return lowest_at(position(query)); }
+  int lowest_at(int position) const { return args.window ? std::max(0, position - args.window + 1) : 0; }
 };
 
 /// What a block of queries carries from tile to tile.
@@ -85,7 +86,9 @@ template <class Words>
 struct State {
   alignas(64) typename Words::Word queries[BLOCK * MAX_DIM / Words::NUMBERS];
   alignas(64) float mixed[BLOCK * MAX_DIM];  // weighted values, a multiple of LANES dimensions each
-  float peak[BLOCK], total[BLOCK];           // the largest score, and the sum of exponentials
+  int position[BLOCK];
+  float peak[BLOCK];                         // the largest score, times log2(e)
+  alignas(64) float total[BLOCK * LANES];    // sums of exponentials: those of each lane's keys
 };
 
 // --- scores ----------------------------------------------------------------------------------------------------------
@@ -127,44 +130,87 @@ static __attribute__((noinline)) void scores_of(const typename Words::Word* quer
 
 // --- softmax ---------------------------------------------------------------------------------------------------------
 
-/// Turn one query's scores of a tile into weights, of the keys first..last; the others weigh 0. Returns what the state
-/// before is multiplied by. Scores of int8 keys are of the numbers alone, and weights are for the numbers of the values.
+constexpr int GROUP = 8 > LANES ? LANES : 8;  // queries whose maxima lie in one vector
+static_assert(ROWS <= GROUP);
+
+/// The largest number of each of GROUP vectors, side by side in the first lanes: rows and lanes change places step by
+/// step, and at each step two vectors become one.
+template <int STEP>
+static INLINE void merge(F* rows) {
+  UNROLL for (int row = 0; row < GROUP; row += 2 * STEP) {
+    key_tiles::swap_blocks<STEP>(rows[row], rows[row + STEP], std::make_integer_sequence<int, LANES>());
+    rows[row] = isa::max(rows[row], rows[row + STEP]);
+  }
+}
+static INLINE F largest_of_each(F* rows) {
+  merge<1>(rows);
+  merge<2>(rows);
+  if constexpr (GROUP > 4) merge<4>(rows);
+  if constexpr (LANES > GROUP) {
+    F upper = rows[0];
+    key_tiles::swap_blocks<GROUP>(rows[0], upper, std::make_integer_sequence<int, LANES>());
+    return isa::max(rows[0], upper);
+  }
+  return rows[0];
+}
+
+/// Which keys of a tile a query sees: first..last.
+struct Seen {
+  int first, last;
+
+  bool whole() const { return first <= 0 && last >= TILE; }
+  INLINE isa::I mask(int n) const { return isa::first(last - n * LANES) & ~isa::first(first - n * LANES); }
+};
+
+/// Make of one query's products its scores, but for a factor: those of keys that it does not see are -infinity. Products
+/// of int8 keys are of the numbers alone.
 template <class Words>
-static INLINE float weigh(const AttentionArgs& args, const key_tiles::Tile<Words>& packed, const float* scores, int first,
-                          int last, float& peak, float& total, typename Words::Word* weights) {
+static INLINE void finish(const AttentionArgs& args, const key_tiles::Tile<Words>& packed, Seen seen, float* scores) {
+  UNROLL for (int n = 0; n < TILE / LANES; n++) {
+    F score = isa::load(scores + n * LANES);
+    if (packed.scaled) score *= isa::load(packed.key_scales + n * LANES);
+    if (args.soft_cap != 0) {
+      const F cap = isa::set(args.soft_cap);
+      score = vmath::tanh(score * isa::set(args.scale) / cap) * cap;
+    }
+    isa::store(scores + n * LANES, isa::select(seen.mask(n), score, isa::set(NOTHING)));
+  }
+}
+
+/// Turn R queries' products of a tile into weights, for the numbers of the values; keys that are not seen weigh 0. `kept`
+/// is what the states before are multiplied by.
+template <class Words, int R>
+static INLINE void weigh(const AttentionArgs& args, const key_tiles::Tile<Words>& packed, float* scores, const Seen* seen,
+                         float* peaks, float* totals, typename Words::Word* weights, float* kept) {
   constexpr int N = TILE / LANES;
-  F score[N], share[N] = {};
-  F largest = isa::set(NOTHING);
-  UNROLL for (int n = 0; n < N; n++) {
-    score[n] = isa::load(scores + n * LANES) * isa::set(args.scale);
-    if (packed.scaled) {
-      score[n] *= isa::load(packed.key_scales + n * LANES);
-      share[n] = isa::load(packed.value_scales + n * LANES);
-    }
-    if (args.soft_cap != 0) score[n] = vmath::tanh(score[n] / isa::set(args.soft_cap)) * isa::set(args.soft_cap);
+  constexpr float LOG2_E = 1.44269504f;  // exponentials are taken to the base 2
+  const F factor = isa::set(args.soft_cap != 0 ? LOG2_E : args.scale * LOG2_E);
+  F rows[GROUP];
+  UNROLL for (int r = 0; r < GROUP; r++) rows[r] = isa::set(NOTHING);
+  UNROLL for (int r = 0; r < R; r++) {
+    if (!seen[r].whole() || packed.scaled || args.soft_cap != 0) finish(args, packed, seen[r], scores + r * TILE);
+    UNROLL for (int n = 0; n < N; n++) rows[r] = isa::max(rows[r], isa::load(scores + r * TILE + n * LANES));
   }
-  if (first > 0 || last < TILE) {
-    UNROLL for (int n = 0; n < N; n++) {
-      const isa::I seen = isa::first(last - n * LANES) & ~isa::first(first - n * LANES);
-      score[n] = isa::select(seen, score[n], isa::set(NOTHING));
-      share[n] = isa::select(seen, share[n], isa::zero());  // 0 times NaN would show what is not seen
-    }
-  }
-  UNROLL for (int n = 0; n < N; n++) largest = isa::max(largest, score[n]);
-  const float now = std::max(peak, isa::largest(largest));
+  const F before = isa::load(peaks, R), now = isa::max(before, largest_of_each(rows) * factor);
   // Where nothing is seen yet, -inf - -inf would not be a number.
-  const F least = isa::set(now == NOTHING ? 0.0f : now);
-  F sum = isa::zero();
-  UNROLL for (int n = 0; n < N; n++) {
-    const F weight = vmath::exp(score[n] - least);
-    Words::store_weights(weights + n * LANES / Words::NUMBERS, packed.scaled ? weight * share[n] : weight);
-    sum += weight;
+  const F least = isa::select(now == isa::set(NOTHING), isa::zero(), now);
+  alignas(64) float leasts[LANES];
+  isa::store(leasts, least);
+  isa::store(peaks, now, R);
+  isa::store(kept, vmath::exp2_below<false>(before - least));
+  UNROLL for (int r = 0; r < R; r++) {
+    F sum = isa::load(totals + r * LANES) * isa::set(kept[r]);
+    UNROLL for (int n = 0; n < N; n++) {
+      const F score = isa::fma(isa::load(scores + r * TILE + n * LANES), factor, isa::set(-leasts[r]));
+      F weight = vmath::exp2_below<Words::NUMBERS == 2>(score);
+      sum += weight;
+      if (packed.scaled) {  // 0 times NaN would show what is not seen
+        weight *= isa::select(seen[r].mask(n), isa::load(packed.value_scales + n * LANES), isa::zero());
+      }
+      Words::store_weights(weights + (r * TILE + n * LANES) / Words::NUMBERS, weight);
+    }
+    isa::store(totals + r * LANES, sum);
   }
-  // The exponential of 0 is exactly 1: this saves time and changes no bit.
-  const float kept = now == peak ? 1.0f : vmath::exp(isa::set(peak) - least)[0];
-  total = total * kept + isa::sum(sum);
-  peak = now;
-  return kept;
 }
 
 // --- values ----------------------------------------------------------------------------------------------------------
@@ -215,16 +261,17 @@ static void take(const Job& job, int query, int tile, int last, const key_tiles:
   const int i = query - job.begin;
   alignas(64) float scores[R * TILE];
   alignas(64) typename Words::Word weights[R * TILE / Words::NUMBERS];
-  float kept[R];
+  alignas(64) float kept[LANES];
+  Seen seen[R];
   scores_of<Words, R>(state.queries + i * words, words, packed.keys, last, scores,
                       Foresight::of(soon, soon ? soon->keys : nullptr, words));
-  // Vectors of keys behind the last were not multiplied; what stands there is hidden below.
   for (int r = 0; r < R; r++) {
-    const int seen = std::min(TILE, job.position(query + r) + 1 - tile);
+    // Vectors of keys behind the last were not multiplied; what stands there is hidden.
     for (int k = (last + LANES - 1) / LANES * LANES; k < TILE; k += LANES) isa::store(scores + r * TILE + k, isa::zero());
-    kept[r] = weigh<Words>(job.args, packed, scores + r * TILE, job.lowest(query + r) - tile, seen, state.peak[i + r],
-                           state.total[i + r], weights + r * TILE / Words::NUMBERS);
+    const int position = state.position[i + r];
+    seen[r] = {job.lowest_at(position) - tile, std::min(TILE, position + 1 - tile)};
   }
+  weigh<Words, R>(job.args, packed, scores, seen, state.peak + i, state.total + i * LANES, weights, kept);
   const int steps = (last + Words::NUMBERS - 1) / Words::NUMBERS;
   mix_all<Words, R>(weights, kept, steps, packed.values, width, state.mixed + i * width,
                     Foresight::of(soon, soon ? soon->values : nullptr, steps));
@@ -246,27 +293,28 @@ static void take_some(int count, const Job& job, int query, int tile, int last, 
 template <class Words, class Number>
 static void enter(const Job& job, State<Words>& state) {
   const AttentionArgs& args = job.args;
-  const int words = key_tiles::words<Words>(args.head_dim), width = key_tiles::padded(args.head_dim), group = job.group();
+  const int words = key_tiles::words<Words>(args.head_dim), width = key_tiles::padded(args.head_dim), group = job.group;
   for (int query = job.begin; query < job.end; query++) {
     const int i = query - job.begin;
     const int64_t token = args.bounds[job.row] + query / group, head = job.kv_head * group + query % group;
     const Number* source = (const Number*)args.queries + token * args.query_token_stride + head * args.query_head_stride;
     Words::copy(state.queries + i * words, source, args.head_dim);
     std::fill_n(state.mixed + i * width, width, 0.0f);
+    state.position[i] = job.position(query);
     state.peak[i] = NOTHING;
-    state.total[i] = 0;
+    isa::store(state.total + i * LANES, isa::zero());
   }
 }
 
 template <class Words, class Number>
 static void leave(const Job& job, const State<Words>& state) {
   const AttentionArgs& args = job.args;
-  const int width = key_tiles::padded(args.head_dim), group = job.group();
+  const int width = key_tiles::padded(args.head_dim), group = job.group;
   for (int query = job.begin; query < job.end; query++) {
     const int i = query - job.begin;
     const int64_t token = args.bounds[job.row] + query / group, head = job.kv_head * group + query % group;
     Number* target = (Number*)args.out + token * args.out_token_stride + head * args.out_head_stride;
-    const F share = isa::set(1.0f / state.total[i]);
+    const F share = isa::set(1.0f / isa::sum(isa::load(state.total + i * LANES)));
     for (int d = 0; d < args.head_dim; d += LANES) {
       const F value = isa::load(state.mixed + i * width + d) * share;
       isa::store(target + d, value, std::min(LANES, args.head_dim - d));
@@ -318,7 +366,8 @@ static void run(const Job& job, const Job* next) {
     if constexpr (key_tiles::Pages<Entry>::SCALED) pages.read_scales(tile, places[turn], packed);
     for (int query = job.begin; query < job.end; query += ROWS) {
       const int count = std::min(ROWS, job.end - query);
-      const bool before = job.position(query + count - 1) < tile, behind = job.lowest(query) >= tile + TILE;
+      const int* positions = state.position + query - job.begin;
+      const bool before = positions[count - 1] < tile, behind = job.lowest_at(positions[0]) >= tile + TILE;
       if (before || behind) continue;
       take_some<Words>(count, job, query, tile, last, packed, state, soon);
       soon = nullptr;

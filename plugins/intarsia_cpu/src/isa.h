@@ -224,6 +224,17 @@ static INLINE F round(F a) {
   return (a + shift) - shift;
 #endif
 }
+/// The largest whole number that is not above a, for |a| < 2**22.
+static INLINE F floor(F a) {
+#if ISA_AVX512
+  return (F)_mm512_roundscale_ps((__m512)a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#elif ISA_AVX2
+  return (F)_mm256_round_ps((__m256)a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  const F nearest = round(a);
+  return nearest > a ? nearest - set(1.0f) : nearest;
+#endif
+}
 /// The nearest int, ties to even, for |a| < 2**22.
 static INLINE I to_int(F a) {
 #if ISA_AVX512

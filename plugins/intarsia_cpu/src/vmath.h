@@ -24,6 +24,29 @@ static INLINE F exp(F x) {
   p = isa::fma(p, r, set(1.0f));
   return isa::scale(p, n);
 }
+/// 2**x for x <= 0: to about 1e-7 relative, or to 8e-5 where `rough`, which is far below what bf16 rounds away. 0 below
+/// -126; NaN for NaN. Minimax polynomials of the fraction; 2**0 is exactly 1 unless rough.
+template <bool ROUGH>
+static INLINE F exp2_below(F x) {
+  x = isa::max(set(-127.0f), x);  // of the smallest the result is subnormal, or 0
+  const F n = isa::floor(x), r = x - n;
+  F p;
+  if (ROUGH) {
+    p = set(7.80245215e-2f);
+    p = isa::fma(p, r, set(2.26067156e-1f));
+    p = isa::fma(p, r, set(6.95833564e-1f));
+    p = isa::fma(p, r, set(9.99925196e-1f));
+  } else {
+    p = set(2.17022514e-4f);
+    p = isa::fma(p, r, set(1.24396873e-3f));
+    p = isa::fma(p, r, set(9.67884064e-3f));
+    p = isa::fma(p, r, set(5.54833412e-2f));
+    p = isa::fma(p, r, set(2.40229830e-1f));
+    p = isa::fma(p, r, set(6.93147004e-1f));
+    p = isa::fma(p, r, set(1.0f));
+  }
+  return isa::scale(p, n);
+}
 static INLINE F sigmoid(F x) {
   return set(1.0f) / (set(1.0f) + exp(-x));
 }

@@ -1,1 +1,0 @@
-"""Flash attention over the paged cache, in Triton on GPUs and in tiles of torch ops elsewhere."""
