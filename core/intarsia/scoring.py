@@ -19,8 +19,9 @@ from intarsia.errors import ConfigError, ExecutionError
 from intarsia.forwarding import ComposedModel
 from intarsia.protocols import Progress
 
-#: Probabilities in float64 that are in memory at once, in numbers: 32 MiB a model.
-_PROBABILITIES = 1 << 22
+#: Probabilities in float64 that are in memory at once, in numbers: 8 MiB a model. Larger tensors are taken from the
+#: system and given back each time, which costs half as much again.
+_PROBABILITIES = 1 << 20
 #: Mean negative log-likelihoods beyond it have no perplexity that a float holds.
 _LARGEST_NLL = 709.0
 
