@@ -207,8 +207,9 @@ def test_a_model_is_not_apart_from_itself(tiny):
     assert found.a == found.b
 
 
-def test_a_quantized_model_is_near_and_not_equal(tiny):
-    with loaded(tiny[0]) as model, loaded(tiny[0], quantizer="int8") as quantized:
+@pytest.mark.parametrize("sections", [{"quantizer": "int8"}, {"cache": CACHE | {"format": "int8"}}])
+def test_a_quantized_model_or_cache_is_near_and_not_equal(tiny, sections):
+    with loaded(tiny[0]) as model, loaded(tiny[0], **sections) as quantized:
         found = compare(model, quantized, IDS, window=64, stride=30, progress=silent)
     assert 0 < found.mean_kl < 0.05
     assert found.agreement > 0.8
