@@ -30,17 +30,21 @@ class Int4Options(QuantizerOptions):
     clip: bool | None = None
     #: scale columns that matter up before they are rounded (AWQ); None is where there is a calibration
     awq: bool | None = None
+    #: round column by column, each making up for the errors of those before (GPTQ); takes longer, and a calibration
+    gptq: bool = False
     #: quantize the head; one that is tied to the embedding gets a weight of its own
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.awq and not self.calibration:
+        for name in ("awq", "gptq"):
+            if getattr(self, name) and not self.calibration:
+                raise ConfigError(
+                    f"{CALIBRATION}: quantizer.{name} = true needs the inputs of each layer; "
+                    "`intarsia calibrate MODEL --out FILE` writes them, and calibration = 'FILE' names them",
+                    field=CALIBRATION,
+                )
+        if self.calibration and not self.gptq and self.awq is False and self.clip is False:
             raise ConfigError(
-                f"{CALIBRATION}: quantizer.awq = true needs the inputs of each layer; "
-                "`intarsia calibrate MODEL --out FILE` writes them, and calibration = 'FILE' names them",
+                f"{CALIBRATION}: {self.calibration!r} is read for awq, clip and gptq, and all are false",
                 field=CALIBRATION,
-            )
-        if self.calibration and self.awq is False and self.clip is False:
-            raise ConfigError(
-                f"{CALIBRATION}: {self.calibration!r} is read for awq and clip, and both are false", field=CALIBRATION
             )

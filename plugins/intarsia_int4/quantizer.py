@@ -1,4 +1,4 @@
-"""The quantizer `int4`: rounding to nearest, with a search for each group's scale, and with AWQ.
+"""The quantizer `int4`: rounding to nearest, with a search for each group's scale, with AWQ and with GPTQ.
 
 Shape legend: N out features, C in features.
 """
@@ -10,15 +10,14 @@ from pathlib import Path
 import torch
 from attrs import evolve, frozen
 
-from intarsia.errors import CheckpointError
 from intarsia.protocols import PartContext
 from intarsia.quantizing.calibration import Calibration, InputStatistics
 from intarsia.quantizing.integers import IntegerFormat
 from intarsia.quantizing.options import EMBED
 from intarsia.types import Weight
+from intarsia_int4 import gptq, rounding
 from intarsia_int4.awq import scale_columns
 from intarsia_int4.options import CALIBRATION, Int4Options
-from intarsia_int4.rounding import quantize
 
 
 @frozen(eq=False)
@@ -65,22 +64,45 @@ class Int4Quantizer:
         weight_NC = weight.dequantize()
         inputs = self._inputs(name, weight.shape[1])
         if inputs is None:
-            return quantize(name, weight_NC, self._format, clip=self._clips)
-        inputs = InputStatistics(*(t.to(weight_NC.device) for t in (inputs.largest, inputs.mean_square, inputs.sample)))
-        if self.options.awq is False:
-            return quantize(name, weight_NC, self._format, clip=self._clips, importance_C=inputs.mean_square)
-        if not weight_NC.isfinite().all():
-            raise CheckpointError(f"{name} holds NaN or infinity, which int4 cannot represent")
-        scale_C = scale_columns(
-            weight_NC, inputs, lambda rows_NC, scale_C: self._scaled(name, rows_NC, inputs, scale_C).dequantize()
-        )
-        return self._scaled(name, weight_NC, inputs, scale_C)
+            return rounding.quantize(name, weight_NC, self._format, clip=self._clips)
+        rounding.check_finite(name, weight_NC)
+        device = weight_NC.device
+        inputs = InputStatistics(*(t.to(device) for t in (inputs.largest, inputs.mean_square, inputs.sample)))
+        scale_C = None if self.options.awq is False else self._scale(name, weight_NC, inputs)
+        feedback_CC = gptq.feedback(inputs) if self.options.gptq else None
+        return self._rounded(name, weight_NC, inputs, scale_C, feedback_CC)
 
-    def _scaled(self, name: str, weight_NC: torch.Tensor, inputs: InputStatistics, scale_C: torch.Tensor) -> Weight:
+    def _scale(self, name: str, weight_NC: torch.Tensor, inputs: InputStatistics) -> torch.Tensor:
+        """Return what AWQ multiplies the columns by, (C,)."""
+
+        def rounded(rows_NC: torch.Tensor, scale_C: torch.Tensor) -> torch.Tensor:
+            return self._rounded(name, rows_NC, inputs, scale_C, None).dequantize()
+
+        return scale_columns(weight_NC, inputs, rounded)
+
+    def _rounded(
+        self,
+        name: str,
+        weight_NC: torch.Tensor,
+        inputs: InputStatistics,
+        scale_C: torch.Tensor | None,
+        feedback_CC: torch.Tensor | None,
+    ) -> Weight:
         """Return the weight in int4, its columns multiplied by `scale_C` and its inputs by what undoes it."""
-        importance_C = inputs.mean_square / scale_C.square()
-        rounded = quantize(name, weight_NC * scale_C, self._format, clip=self._clips, importance_C=importance_C)
-        return evolve(rounded, tensors={**rounded.tensors, "input_scale": 1 / scale_C})
+        importance_C, extra = inputs.mean_square, {}
+        if scale_C is not None:
+            weight_NC, importance_C, extra = (
+                weight_NC * scale_C,
+                importance_C / scale_C**2,
+                {"input_scale": 1 / scale_C},
+            )
+        if feedback_CC is None:
+            weight = rounding.quantize(name, weight_NC, self._format, clip=self._clips, importance_C=importance_C)
+        else:
+            if scale_C is not None:
+                feedback_CC = feedback_CC * scale_C / scale_C[:, None]
+            weight = gptq.quantize(name, weight_NC, self._format, feedback_CC, importance_C, clip=self._clips)
+        return evolve(weight, tensors={**weight.tensors, **extra})
 
     def _inputs(self, name: str, columns: int) -> InputStatistics | None:
         if self.calibration is None or name == EMBED:

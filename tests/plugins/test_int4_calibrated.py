@@ -225,7 +225,7 @@ def test_options_that_do_not_go_together_are_refused_before_weights_load(tmp_pat
     path, _ = tiny_llama(tmp_path, layers=1)
     other = saved(tmp_path, {"layers.0.qkv": seen(inputs_of(96))}, "other")
     assert "awq = true needs the inputs of each layer; `intarsia calibrate" in refused(path, awq=True)
-    assert "both are false" in refused(path, calibration=other, awq=False, clip=False)
+    assert "all are false" in refused(path, calibration=other, awq=False, clip=False)
     assert "cannot be read" in refused(path, calibration=str(tmp_path / "nowhere"))
     message = refused(path, calibration=other)
     assert "64 inputs, and 96 in the calibration of 'a model'" in message
