@@ -21,6 +21,7 @@ Shape legend: T tokens, C in features, N out features, G groups.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from attrs import frozen
@@ -52,9 +53,11 @@ FORMATS_READ = "dense, sparse24, sparse24_int8, and int8* and int4* with scales 
 _BITWISE: dict[str, Invariance] = {"float32": "bitwise", "bfloat16": "bitwise"}
 #: A packed weight's names for tensors of one number an output and group, or an output.
 _SCALES = {"scales": "scale", "zeros": "zero", "mins": "min"}
-#: Which of a word's eight columns each of its nibbles holds, from the lowest bits on: of int8 rows, which have the low
-#: nibbles of four bytes against the first four columns; of float rows, which come in pairs.
-_NIBBLES = {torch.int8: (0, 4, 1, 5, 2, 6, 3, 7), None: (0, 2, 4, 6, 1, 3, 5, 7)}
+#: How a word's eight nibbles, columns 0 to 7 from the lowest bits on, are put in order: (shift, mask) of bits that are
+#: swapped, one after another. For int8 rows that gives 0 4 1 5 2 6 3 7: the low nibbles of four bytes against the first
+#: four columns. For float rows, which come in pairs, it gives 0 2 4 6 1 3 5 7.
+_BYTES, _NIBBLES = (8, 0x0000FF00), (4, 0x00F000F0)
+_SWAPS = {"int8": (_BYTES, _NIBBLES), "float": (_NIBBLES, _BYTES)}
 
 
 class LinearStruct(ctypes.Structure):
@@ -146,8 +149,9 @@ def _round_up(number: int, multiple: int) -> int:
 def _panels(words_NS: torch.Tensor) -> torch.Tensor:
     """Lay (N, steps) words out in panels, (panels, steps, 48); outputs past N are 0."""
     outs, steps = words_NS.shape
-    padded = functional.pad(words_NS, (0, 0, 0, -outs % PANEL))
-    return padded.view(-1, PANEL, steps).transpose(1, 2).contiguous()
+    padded = functional.pad(words_NS, (0, 0, 0, -outs % PANEL)) if outs % PANEL else words_NS
+    # Memory of its own, aligned, whatever the words are a part of.
+    return padded.reshape(-1, PANEL, steps).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _rows(panels: torch.Tensor, outs: int) -> torch.Tensor:
@@ -157,7 +161,8 @@ def _rows(panels: torch.Tensor, outs: int) -> torch.Tensor:
 
 def _words(tensor_NC: torch.Tensor, columns: int) -> torch.Tensor:
     """Pad rows with zeros to a number of columns and return their bytes as int32 words."""
-    padded = functional.pad(tensor_NC, (0, columns - tensor_NC.shape[1]))
+    missing = columns - tensor_NC.shape[1]  # nothing mostly, and then nothing need be copied
+    padded = functional.pad(tensor_NC, (0, missing)) if missing else tensor_NC
     return padded.contiguous().view(torch.int32)
 
 
@@ -191,7 +196,7 @@ def _pack_integers(weight: Weight, layout: IntegerFormat) -> Weight:
     packed = Packed(layout, INT8 if layout.bits == 8 else INT4)
     numbers, columns = weight.tensors["weight"], _round_up(ins, 32 // layout.bits)
     if layout.bits == 4:
-        words = _nibble_words(numbers, columns, packed)
+        words = _nibble_words(numbers, columns, layout)
     else:
         words = _words(numbers if packed.keeps_floats else numbers.view(torch.uint8) ^ 128, columns)  # q + 128
     tensors = {"panels": _panels(words)}
@@ -219,24 +224,23 @@ def _unpack_sparse(weight: Weight, layout: SparseFormat) -> Weight:
     return Weight(layout, tensors, weight.shape)
 
 
-def _order(packed: Packed) -> tuple[int, ...]:
-    return _NIBBLES[None if packed.keeps_floats else torch.int8]
+def _swap(words: torch.Tensor, swaps: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Swap bits under a mask with those so many places higher, in every word (Warren 2012, Hacker's Delight, 7-1)."""
+    for shift, mask in swaps:
+        moved = (words >> shift).bitwise_xor_(words).bitwise_and_(mask)
+        words = (moved << shift).bitwise_xor_(moved).bitwise_xor_(words)
+    return words
 
 
-def _nibble_words(pairs: torch.Tensor, columns: int, packed: Packed) -> torch.Tensor:
+def _nibble_words(pairs: torch.Tensor, columns: int, layout: IntegerFormat) -> torch.Tensor:
     """Return (N, columns / 8) words of two numbers a byte, of which even columns are the low halves."""
-    pairs = functional.pad(pairs, (0, columns // 2 - pairs.shape[1]))
-    numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(pairs), -1, 8)[:, :, list(_order(packed))]
-    return (numbers[..., 0::2] | (numbers[..., 1::2] << 4)).contiguous().view(torch.int32).flatten(1)
+    return _swap(_words(pairs, columns // 2), _SWAPS[layout.activations])
 
 
-def _nibble_pairs(words: torch.Tensor, ins: int, packed: Packed) -> torch.Tensor:
+def _nibble_pairs(words: torch.Tensor, ins: int, layout: IntegerFormat) -> torch.Tensor:
     """Return what `_nibble_words` was given."""
-    octets = words.view(torch.uint8).view(len(words), -1, 4)
-    numbers = torch.stack((octets & 15, octets >> 4), dim=-1).view(len(words), -1, 8)
-    order = _order(packed)
-    numbers = numbers[:, :, [order.index(column) for column in range(8)]].flatten(1)[:, : _round_up(ins, 2)]
-    return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
+    pairs = _swap(words, _SWAPS[layout.activations][::-1]).view(torch.uint8)
+    return pairs[:, : _round_up(ins, 2) // 2].contiguous()
 
 
 def unpack(weight: Weight) -> Weight:
@@ -245,12 +249,13 @@ def unpack(weight: Weight) -> Weight:
     assert isinstance(packed, Packed)
     if isinstance(packed.source, SparseFormat):
         return _unpack_sparse(weight, packed.source)
-    words = _rows(weight.tensors["panels"], outs).contiguous()
+    words = _rows(weight.tensors["panels"], outs).clone(memory_format=torch.contiguous_format)
     if not packed.is_integer:
         dtype = torch.float32 if packed.kind == FP32 else torch.bfloat16
         return dense(words.view(dtype)[:, :ins].contiguous())
     if packed.kind == INT4:
-        numbers = _nibble_pairs(words, ins, packed)
+        assert isinstance(packed.source, IntegerFormat)
+        numbers = _nibble_pairs(words, ins, packed.source)
     else:
         octets = words.view(torch.uint8)[:, :ins]
         numbers = (octets if packed.keeps_floats else octets ^ 128).contiguous().view(torch.int8)
@@ -282,6 +287,8 @@ def interleave(weight: Weight) -> Weight:
 
 
 def _paired(panels: torch.Tensor, outs: int) -> torch.Tensor:
+    if outs % (2 * PANEL) == 0:  # the panels are there, and in another order
+        return panels.view(2, -1, *panels.shape[1:]).transpose(0, 1).flatten(0, 1)
     rows = _rows(panels, outs)
     gate, up = (functional.pad(half, (0, 0, 0, -half.shape[0] % PANEL)) for half in rows.chunk(2))
     pairs = torch.stack((gate.view(-1, PANEL, rows.shape[1]), up.view(-1, PANEL, rows.shape[1])), dim=1)
