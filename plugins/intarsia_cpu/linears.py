@@ -198,7 +198,7 @@ def _pack_integers(weight: Weight, layout: IntegerFormat) -> Weight:
     if layout.bits == 4:
         words = _nibble_words(numbers, columns, layout)
     else:
-        words = _words(numbers if packed.keeps_floats else numbers.view(torch.uint8) ^ 128, columns)  # q + 128
+        words = _words(numbers.view(torch.uint8) ^ 128, columns)  # q + 128
     tensors = {"panels": _panels(words)}
     for name, source in _SCALES.items():
         if source in weight.tensors:
@@ -258,7 +258,7 @@ def unpack(weight: Weight) -> Weight:
         numbers = _nibble_pairs(words, ins, packed.source)
     else:
         octets = words.view(torch.uint8)[:, :ins]
-        numbers = (octets if packed.keeps_floats else octets ^ 128).contiguous().view(torch.int8)
+        numbers = (octets ^ 128).contiguous().view(torch.int8)
     tensors = {"weight": numbers}
     for name, source in _SCALES.items():
         if name in weight.tensors:

@@ -122,7 +122,7 @@ struct Layer {
         value = isa::to_float(number);
       } else if (linear.format == Format::INT8) {
         const int number = whole(-128, 127);
-        words[c / 4 * STEP_BYTES + c % 4] = (uint8_t)(kind.activations == Numbers::INT8 ? number + 128 : number);
+        words[c / 4 * STEP_BYTES + c % 4] = (uint8_t)(number + 128);
         value = number * scale[g] + least[g];
       } else {
         const int number = whole(0, 15), column = (int)(c % 8);

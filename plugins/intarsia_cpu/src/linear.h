@@ -5,7 +5,7 @@
 //
 //   FP32  one float
 //   BF16  two bf16
-//   INT8  four weights: + 128, as bytes; for float rows as signed bytes
+//   INT8  four weights + 128, as bytes
 //   INT4  eight weights: four low nibbles, then the four high ones; for float rows the even columns in the lower half of
 //         the word from its lowest bits on, the odd ones in the upper half
 //
@@ -96,25 +96,25 @@ static inline int64_t panel_bytes(const Linear& layer) {
 
 /// Rows that share one pass over the panels, at most: a multiple of MAX_ROWS.
 constexpr int64_t MAX_BLOCK_ROWS = 96;
-/// Weights that several tiles read in turn: so many bytes of them stay in L1.
+/// Widened weights that several tiles read in turn: so many bytes of them stay in L1.
 constexpr int64_t CHUNK_BYTES = 24 << 10;
 
 /// Products of rows `begin` to `end` (at most MAX_BLOCK_ROWS) with one panel: (rows, PANEL) totals.
 ///
-/// One tile walks all columns and waits for memory: what it needs soon is fetched. Several tiles take the columns in
-/// chunks, which are widened once for all of them. Each output's sums are the same either way.
+/// One tile waits for memory: what it needs soon is fetched. Several that widen weights take the columns in chunks, which
+/// are widened once for all of them. Each output's sums are the same either way.
 static void products(const Linear& layer, const Activations& x, Range rows, int64_t panel, float* totals) {
-  const int64_t num_rows = rows.end - rows.begin, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-  const Words words = words_of(layer), wide = widened(words);
+  const int64_t num_rows = rows.end - rows.begin;
+  const Words words = words_of(layer), wide = widens(words, num_rows) ? widened(words) : words;
   const uint8_t* weights = layer.panels + panel * panel_bytes(layer);
   memset(totals, 0, sizeof(float) * (size_t)(num_rows * PANEL));
-  if (num_rows <= MAX_WIDENED_ROWS || (num_tiles == 1 && words == wide)) {
+  if (num_rows <= max_rows(words)) {
     const Tile tile{layer, x, rows.begin, panel, 0, layer.ins, weights, {4096, true}, totals};
     return compute_tile(words, (int)num_rows, tile);
   }
   alignas(64) uint8_t widened_chunk[CHUNK_BYTES];
-  const int64_t columns = columns_a_step(layer), parts = num_parts(words);
-  const int64_t chunk = CHUNK_BYTES / STEP_BYTES * columns / parts;
+  const int64_t columns = columns_a_step(layer), most = max_rows(wide), num_tiles = (num_rows + most - 1) / most;
+  const int64_t chunk = words == wide ? layer.ins : CHUNK_BYTES / STEP_BYTES * columns / num_parts(words);
   const int64_t next_panel = panel_bytes(layer) * (layer.gated ? 2 : 1);
   for (int64_t begin = 0; begin < layer.ins; begin += chunk) {
     const int64_t end = begin + chunk < layer.ins ? begin + chunk : layer.ins;

@@ -16,8 +16,17 @@ constexpr int MAX_ROWS = 2;
 #else
 constexpr int MAX_ROWS = 1;
 #endif
-// For more rows than these weights are widened once, to memory, and not by every tile.
-constexpr int MAX_WIDENED_ROWS = MAX_ROWS > 4 ? 4 : MAX_ROWS;
+// Of integers, sums of a group and of all groups both. Float weights that are widened need registers for that.
+constexpr int MAX_GROUPED_ROWS = MAX_ROWS > 4 ? 4 : MAX_ROWS;
+
+/// Rows of a tile, at most.
+constexpr int max_rows(Words words) {
+  return is_integer(words) || widened(words) != words ? MAX_GROUPED_ROWS : MAX_ROWS;
+}
+/// Whether more tiles than one pay for widening weights first. Where tiles are high, that of INT4 to bytes costs little.
+constexpr bool widens(Words words, int64_t num_rows) {
+  return words != widened(words) && num_rows > max_rows(words) && (words != Words::INT4 || MAX_ROWS < 8);
+}
 
 /// What a tile asks to be brought into L2 while it walks a panel: from each step, `distance` bytes on, a whole step or a
 /// line of it. The hardware alone leaves a third of the memory's bandwidth unused.
@@ -101,36 +110,71 @@ static INLINE Group group_of(const Tile& tile, int64_t group) {
   return {scale * PANEL, tile.row * tile.x.num_groups + group, tile.x.num_groups};
 }
 
-/// Begin integer sums at minus what the weights' offset adds. Panels hold INT8 weights + 128, and INT4 as they are.
+static INLINE F load_zeros(const Linear& layer, int64_t at) {
+  return isa::from_int(isa::load_uint8_int(layer.zeros + at));
+}
+
+/// Begin integer sums at minus what the weights' offset adds: panels hold INT8 weights + 128, and INT4 as they are.
 template <int ROWS>
 static INLINE void begin_integers(const Tile& tile, const Group& group, I (&sums)[ROWS][VECTORS]) {
   const Linear& layer = tile.layer;
-  const I middle = isa::set_int(layer.format == Format::INT8 ? 128 : middle_of(layer));
-  UNROLL for (int v = 0; v < VECTORS; v++) {
-    const I offset = layer.zeros != nullptr ? isa::load_uint8_int(layer.zeros + group.at + v * LANES) : middle;
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      sums[r][v] = offset * isa::set_int(-tile.x.sums[group.row0 + r * group.stride]);
-    }
+  const int32_t middle = layer.format == Format::INT8 ? 128 : middle_of(layer);
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    const I begin = isa::set_int(-middle * tile.x.sums[group.row0 + r * group.stride]);
+    UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = begin;
   }
 }
 
+/// What a tile adds to: in registers where these are enough, else where it lies.
+template <int ROWS>
+class Totals {
+ public:
+  explicit INLINE Totals(float* memory) : memory_(memory) {
+    if constexpr (IN_REGISTERS) {
+      UNROLL for (int i = 0; i < ROWS * VECTORS; i++) values_[i] = isa::load(memory + i * LANES);
+    }
+  }
+  INLINE F get(int row, int v) const {
+    return IN_REGISTERS ? values_[row * VECTORS + v] : isa::load(memory_ + row * PANEL + v * LANES);
+  }
+  INLINE void set(int row, int v, F value) {
+    if constexpr (IN_REGISTERS) {
+      values_[row * VECTORS + v] = value;
+    } else {
+      isa::store(memory_ + row * PANEL + v * LANES, value);
+    }
+  }
+  INLINE void finish() const {
+    if constexpr (IN_REGISTERS) {
+      UNROLL for (int i = 0; i < ROWS * VECTORS; i++) isa::store(memory_ + i * LANES, values_[i]);
+    }
+  }
+
+ private:
+  static constexpr bool IN_REGISTERS = LANES == 16 && ROWS <= MAX_GROUPED_ROWS;
+  float* memory_;
+  F values_[ROWS * VECTORS];
+};
+
 /// totals += sums * activation scale (* weight scale).
 template <int ROWS>
-static INLINE void add_integers(const Tile& tile, const Group& group, const I (&sums)[ROWS][VECTORS]) {
+static INLINE void add_integers(const Tile& tile, const Group& group, const I (&sums)[ROWS][VECTORS],
+                                Totals<ROWS>& totals) {
   const Linear& layer = tile.layer;
   const float* scales = tile.x.scales + group.row0;
+  const int32_t* row_sums = tile.x.sums + group.row0;
   UNROLL for (int v = 0; v < VECTORS; v++) {
-    if (layer.groups_a_scale > 0) {
-      const F scale = load_numbers(layer.scales, layer.scale_type, group.at + v * LANES);
-      UNROLL for (int r = 0; r < ROWS; r++) {
-        float* total = tile.totals + r * PANEL + v * LANES;
-        const F value = isa::from_int(sums[r][v]) * isa::set(scales[r * group.stride]);
-        isa::store(total, isa::fma(value, scale, isa::load(total)));
-      }
-    } else {
-      UNROLL for (int r = 0; r < ROWS; r++) {
-        float* total = tile.totals + r * PANEL + v * LANES;
-        isa::store(total, isa::fma(isa::from_int(sums[r][v]), isa::set(scales[r * group.stride]), isa::load(total)));
+    const F scale = layer.groups_a_scale > 0 ? load_numbers(layer.scales, layer.scale_type, group.at + v * LANES) : F{};
+    const F zero = layer.zeros != nullptr ? load_zeros(layer, group.at + v * LANES) : F{};
+    UNROLL for (int r = 0; r < ROWS; r++) {
+      const int64_t at = r * group.stride;
+      F value = isa::from_int(sums[r][v]);
+      // Exact, as all three are whole numbers below 2**24.
+      if (layer.zeros != nullptr) value = isa::fma(zero, isa::set((float)-row_sums[at]), value);
+      if (layer.groups_a_scale > 0) {
+        totals.set(r, v, isa::fma(value * isa::set(scales[at]), scale, totals.get(r, v)));
+      } else {
+        totals.set(r, v, isa::fma(value, isa::set(scales[at]), totals.get(r, v)));
       }
     }
   }
@@ -138,22 +182,21 @@ static INLINE void add_integers(const Tile& tile, const Group& group, const I (&
 
 /// totals += (sums - zero point * sum of the row's group) * weight scale.
 template <int ROWS>
-static INLINE void add_floats(const Tile& tile, const Group& group, const F (&sums)[ROWS][VECTORS]) {
+static INLINE void add_floats(const Tile& tile, const Group& group, const F (&sums)[ROWS][VECTORS],
+                              Totals<ROWS>& totals) {
   const Linear& layer = tile.layer;
   UNROLL for (int v = 0; v < VECTORS; v++) {
     const F scale = load_numbers(layer.scales, layer.scale_type, group.at + v * LANES);
     if (layer.zeros != nullptr) {
       const float* row_sums = tile.x.float_sums + group.row0;
-      const F zero = isa::from_int(isa::load_uint8_int(layer.zeros + group.at + v * LANES));
+      const F zero = load_zeros(layer, group.at + v * LANES);
       UNROLL for (int r = 0; r < ROWS; r++) {
-        float* total = tile.totals + r * PANEL + v * LANES;
         const F value = isa::fma(zero, isa::set(-row_sums[r * group.stride]), sums[r][v]);
-        isa::store(total, isa::fma(value, scale, isa::load(total)));
+        totals.set(r, v, isa::fma(value, scale, totals.get(r, v)));
       }
     } else {
       UNROLL for (int r = 0; r < ROWS; r++) {
-        float* total = tile.totals + r * PANEL + v * LANES;
-        isa::store(total, isa::fma(sums[r][v], scale, isa::load(total)));
+        totals.set(r, v, isa::fma(sums[r][v], scale, totals.get(r, v)));
       }
     }
   }
@@ -161,25 +204,25 @@ static INLINE void add_floats(const Tile& tile, const Group& group, const F (&su
 
 /// totals += minimum * sum of the row's group.
 template <int ROWS>
-static INLINE void add_minima(const Tile& tile, const Group& group) {
+static INLINE void add_minima(const Tile& tile, const Group& group, Totals<ROWS>& totals) {
   const float* row_sums = tile.x.float_sums + group.row0;
   UNROLL for (int v = 0; v < VECTORS; v++) {
     const F least = load_numbers(tile.layer.mins, tile.layer.min_type, group.at + v * LANES);
     UNROLL for (int r = 0; r < ROWS; r++) {
-      float* total = tile.totals + r * PANEL + v * LANES;
-      isa::store(total, isa::fma(least, isa::set(row_sums[r * group.stride]), isa::load(total)));
+      totals.set(r, v, isa::fma(least, isa::set(row_sums[r * group.stride]), totals.get(r, v)));
     }
   }
 }
 
 /// Add the products of some rows and columns to `totals`: group by group, each sum begun anew, exact of integers.
 template <int ROWS, Words WORDS>
-static INLINE void grouped_tile(const Tile& tile) {
+static __attribute__((noinline)) void grouped_tile(const Tile& tile) {
   constexpr int64_t COLUMNS = 4 * num_parts(WORDS) / (is_integer(WORDS) ? 1 : widened(WORDS) == Words::BF16 ? 2 : 4);
   const Linear& layer = tile.layer;
   const Table<WORDS> table(layer);
   const int64_t bytes = is_integer(WORDS) ? 1 : widened(WORDS) == Words::BF16 ? 2 : 4;
   const uint8_t *w = tile.weights, *rows = tile.x.data + tile.row * tile.x.row_bytes;
+  Totals<ROWS> totals(tile.totals);
   for (int64_t column = tile.begin; column < tile.end; column += layer.group) {
     const Group group = group_of(tile, column / layer.group);
     const int64_t width = tile.end - column < layer.group ? tile.end - column : layer.group;
@@ -188,18 +231,19 @@ static INLINE void grouped_tile(const Tile& tile) {
     if constexpr (is_integer(WORDS)) begin_integers<ROWS>(tile, group, sums);
     walk<ROWS, WORDS>(sums, table, w, rows + column * bytes, tile.x.row_bytes, steps, tile.ahead);
     if constexpr (is_integer(WORDS)) {
-      add_integers<ROWS>(tile, group, sums);
+      add_integers<ROWS>(tile, group, sums, totals);
     } else {
-      add_floats<ROWS>(tile, group, sums);
+      add_floats<ROWS>(tile, group, sums, totals);
     }
-    if (layer.mins != nullptr) add_minima<ROWS>(tile, group);
+    if (layer.mins != nullptr) add_minima<ROWS>(tile, group, totals);
     w += steps * step_bytes(WORDS);
   }
+  totals.finish();
 }
 
 /// As above without groups: one chain of sums along all columns.
 template <int ROWS, Words WORDS>
-static INLINE void whole_tile(const Tile& tile) {
+static __attribute__((noinline)) void whole_tile(const Tile& tile) {
   constexpr int64_t BYTES = widened(WORDS) == Words::BF16 ? 2 : 4, COLUMNS = 4 * num_parts(WORDS) / BYTES;
   const Table<WORDS> table(tile.layer);
   F sums[ROWS][VECTORS];
@@ -214,8 +258,9 @@ static INLINE void whole_tile(const Tile& tile) {
   }
 }
 
+/// Two functions, since g++ lets the accumulators of one loop out of registers where another of the same function follows.
 template <int ROWS, Words WORDS>
-static __attribute__((noinline)) void tile_of(const Tile& tile) {
+static void tile_of(const Tile& tile) {
   if constexpr (!is_integer(WORDS)) {
     if (tile.layer.group == 0) return whole_tile<ROWS, WORDS>(tile);
   }
@@ -229,11 +274,10 @@ static INLINE void run_tile(int num_rows, const Tile& tile, std::integer_sequenc
 }
 template <Words WORDS>
 static INLINE void run_tile(int num_rows, const Tile& tile) {
-  constexpr int MOST = widened(WORDS) == WORDS ? MAX_ROWS : MAX_WIDENED_ROWS;
-  run_tile<WORDS>(num_rows, tile, std::make_integer_sequence<int, MOST>{});
+  run_tile<WORDS>(num_rows, tile, std::make_integer_sequence<int, max_rows(WORDS)>{});
 }
 
-/// Products of `num_rows` rows, at most MAX_ROWS, or MAX_WIDENED_ROWS where words are widened on the way.
+/// Products of `num_rows` rows, at most `max_rows`.
 static inline void compute_tile(Words words, int num_rows, const Tile& tile) {
   switch (words) {
     case Words::INT8: return run_tile<Words::INT8>(num_rows, tile);

@@ -100,7 +100,8 @@ struct Table {
 template <Words WORDS>
 static INLINE F float_of(I word, int column, const Table<WORDS>& table) {
   if constexpr (WORDS == Words::INT8_AS_FP32 || WORDS == Words::INT8_AS_BF16) {
-    return isa::from_int((I)((U)word << (24 - 8 * column)) >> 24);
+    // 2**23 + q + 128 has the byte for its last bits.
+    return isa::as_float(((word >> (8 * column)) & 255) | 0x4b000000) - isa::set(8388608.0f + 128.0f);
   } else {
     const I shifted = word >> (4 * (column / 2) + 16 * (column % 2));
 #if ISA_AVX512
