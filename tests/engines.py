@@ -4,6 +4,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from attrs import evolve
+
 from intarsia import Engine
 from intarsia.protocols import LoaderContext
 from intarsia.references import find_model
@@ -48,3 +50,20 @@ def scripted_engine(model, ids, *, prompt_tokens=1, guesses=None, **sections):
     if guesses is not None:
         sections["drafter"] = {"use": "scripted", "ids": list(guesses), "prompt_tokens": prompt_tokens}
     return engine_of(model, runner=runner, plugins=[scripted], **sections)
+
+
+def count_preemptions(engine):
+    """Return a list that grows with every sequence that the engine's scheduler preempts."""
+    preempted, scheduler = [], engine.parts.scheduler
+
+    class Watched:
+        def plan(self):
+            plan = scheduler.plan()
+            preempted.extend(plan.preempted)
+            return plan
+
+        def __getattr__(self, name):
+            return getattr(scheduler, name)
+
+    engine.parts = evolve(engine.parts, scheduler=Watched())
+    return preempted

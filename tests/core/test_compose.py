@@ -571,6 +571,25 @@ def test_a_format_that_attention_does_not_read_names_who_does(model):
     assert "'narrow'" not in str(error) and "'bad'" not in str(error)
 
 
+def test_a_backend_that_does_not_read_int8_is_refused_with_those_that_do(model):
+    plugin = offering(attention=backend())
+    error = refusal(CompositionError, model, plugin, attention="fake", cache=CACHE | {"format": "int8"})
+    assert error.field == "cache.format"
+    for word in ("'int8'", "attention 'fake'", *(f"attention = {key!r}" for key in ("eager", "sdpa", "tiled"))):
+        assert word in str(error)
+    for key in ("eager", "sdpa", "tiled"):
+        layout = composed(model, attention=key, runner="eager", cache=CACHE | {"format": "int8"}).layout
+        assert (layout.format, layout.entry_bytes, layout.scale_bytes) == ("int8", 1, 4)
+
+
+def test_an_int8_cache_needs_a_cache_write_that_converts_to_it(model):
+    floats = evolve(OPS["cache_write"], formats=frozenset({"float32", "bfloat16"}))
+    plugin = offering(kernels=provider(part=types.SimpleNamespace(kernels=lambda: [floats])))
+    error = refusal(CompositionError, model, plugin, kernels="fake", cache=CACHE | {"format": "int8"})
+    for word in ("'int8'", "cache_write of kernels 'fake'", "cache.format = 'auto'"):
+        assert word in str(error)
+
+
 def test_a_format_that_cache_write_does_not_write_is_refused_until_a_kernel_says_that_it_does(model):
     plain = evolve(OPS["cache_write"], formats=frozenset())
     silent = offering(kernels=provider(part=types.SimpleNamespace(kernels=lambda: [plain])))

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from engines import engine_of
+from engines import count_preemptions, engine_of
 from families import CASES, saved
 from intarsia import SamplingParams
 from intarsia.errors import CompositionError
@@ -131,23 +131,6 @@ def test_every_path_of_this_cpu_gives_the_same_logits_up_to_rounding(llama, path
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
-
-
-def count_preemptions(engine):
-    """Return a list that grows with every sequence that the engine's scheduler preempts."""
-    preempted, scheduler = [], engine.parts.scheduler
-
-    class Watched:
-        def plan(self):
-            plan = scheduler.plan()
-            preempted.extend(plan.preempted)
-            return plan
-
-        def __getattr__(self, name):
-            return getattr(scheduler, name)
-
-    engine.parts = attrs.evolve(engine.parts, scheduler=Watched())
-    return preempted
 
 
 @pytest.mark.parametrize(
