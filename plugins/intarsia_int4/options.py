@@ -32,6 +32,8 @@ class Int4Options(QuantizerOptions):
     awq: bool | None = None
     #: round column by column, each making up for the errors of those before (GPTQ); takes longer, and a calibration
     gptq: bool = False
+    #: keep what takes long (clip, awq, gptq) on disk for the next start, in INTARSIA_CACHE or the user's cache folder
+    cache: bool = True
     #: quantize the head; one that is tied to the embedding gets a weight of its own
     head: bool = False
 

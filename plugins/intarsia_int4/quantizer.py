@@ -14,6 +14,7 @@ from intarsia.protocols import PartContext
 from intarsia.quantizing.calibration import Calibration, InputStatistics
 from intarsia.quantizing.integers import IntegerFormat
 from intarsia.quantizing.options import EMBED
+from intarsia.quantizing.remembered import RememberedWeights, code_digest, digest
 from intarsia.types import Weight
 from intarsia_int4 import gptq, rounding
 from intarsia_int4.awq import scale_columns
@@ -26,10 +27,12 @@ class Int4Quantizer:
 
     Attributes:
         calibration: where one is given; it says nothing of embeddings, whose rows are looked up.
+        remembered: what took long at an earlier start; None where nothing is kept.
     """
 
     options: Int4Options
     calibration: Calibration | None
+    remembered: RememberedWeights | None = None
 
     @property
     def _format(self) -> IntegerFormat:
@@ -63,6 +66,14 @@ class Int4Quantizer:
         """Return the weight in int4; raise CheckpointError that names it where it holds NaN or infinity."""
         weight_NC = weight.dequantize()
         inputs = self._inputs(name, weight.shape[1])
+        if self.remembered is None or (inputs is None and not self._clips):
+            return self._quantized(name, weight_NC, inputs)
+        statistics = (inputs.largest, inputs.mean_square, inputs.sample) if inputs else ()
+        methods = (self._format.name, self._clips, self.options.awq is not False, self.options.gptq)
+        key = digest(code_digest(__file__), *methods, weight_NC, *statistics)
+        return self.remembered.get(key, lambda: self._quantized(name, weight_NC, inputs), weight_NC.device)
+
+    def _quantized(self, name: str, weight_NC: torch.Tensor, inputs: InputStatistics | None) -> Weight:
         if inputs is None:
             return rounding.quantize(name, weight_NC, self._format, clip=self._clips)
         rounding.check_finite(name, weight_NC)
@@ -114,4 +125,4 @@ def build(context: PartContext) -> Int4Quantizer:
     """Make the part; raise ConfigError where the calibration's file is none."""
     options: Int4Options = context.options
     calibration = Calibration.open(Path(options.calibration), CALIBRATION) if options.calibration else None
-    return Int4Quantizer(options, calibration)
+    return Int4Quantizer(options, calibration, RememberedWeights() if options.cache else None)
