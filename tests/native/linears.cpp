@@ -22,6 +22,9 @@ double normal() {
 int whole(int low, int high) {
   return std::uniform_int_distribution<int>(low, high)(generator);
 }
+bool coin() {
+  return whole(0, 1) == 1;
+}
 
 /// Memory aligned to 64, with nothing of its own behind its last byte.
 struct Bytes {
@@ -183,6 +186,11 @@ bool check(const Layer& layer, int num_rows, int num_threads) {
   const Linear& linear = layer.linear;
   std::vector<T> x((size_t)(num_rows * linear.ins)), out((size_t)(num_rows * linear.outs));
   for (T& number : x) number = number_of<T>(normal());
+  // One row that shows what it holds, and harms no other.
+  const int bad_row = whole(0, 2) == 0 ? whole(0, num_rows - 1) : -1;
+  if (bad_row >= 0) {
+    x[(size_t)(bad_row * linear.ins + whole(0, (int)linear.ins - 1))] = number_of<T>(coin() ? NAN : INFINITY);
+  }
   Bytes scratch((size_t)activation_bytes(linear, num_rows));
   const Activations rows = lay_out(linear, scratch.data.get(), num_rows);
   const Output output{out.data(), linear.outs, sizeof(T) == 2, 0, Activation::NONE, 1.0f};
@@ -205,6 +213,11 @@ bool check(const Layer& layer, int num_rows, int num_threads) {
       }
       const double right = linear.gated ? products[0] * products[1] : products[0];
       const double found = value_of(out[(size_t)(r * linear.outs + n)]);
+      if (r == bad_row) {
+        if (!std::isfinite(found)) continue;
+        printf("format %d, row %d: %g of a number that is none\n", (int)linear.format, r, found);
+        return false;
+      }
       // Of int8 activations a group's rounding shows; of bf16 the output's.
       const double bound = magnitude * (linear.format == Format::FP32 && sizeof(T) == 4 ? 1e-5 : 0.05);
       if (!(std::abs(found - right) <= bound)) {

@@ -128,7 +128,7 @@ struct Source {
 
 /// Make `width` numbers int8: symmetric, the largest is 127. Reads `count` of them, the rest are 0. Where `IS_WHOLE`, all
 /// are there and fill vectors.
-/// A group with NaN or infinity gets that for a scale, so that it shows in the result.
+/// A group with NaN or infinity becomes zeros with that for a scale, so that it shows in the result.
 template <bool IS_WHOLE, class S>
 static INLINE void quantize_group(const S& x, int64_t begin, int64_t count, int64_t width, int8_t* out, float* scale,
                                   int32_t* sum) {
@@ -140,6 +140,12 @@ static INLINE void quantize_group(const S& x, int64_t begin, int64_t count, int6
   const int32_t top = isa::largest(most);
   float largest;
   memcpy(&largest, &top, sizeof largest);
+  if (!(largest <= 3.40282347e38f)) {
+    memset(out, 0, (size_t)width);
+    *scale = largest;
+    *sum = 0;
+    return;
+  }
   const bool is_zero = largest < 1e-30f;  // 127 / largest would overflow
   const F inverse = isa::set(is_zero ? 0.0f : 127.0f / largest);
   I total = {};

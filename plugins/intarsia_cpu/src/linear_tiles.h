@@ -170,7 +170,7 @@ static INLINE void add_integers(const Tile& tile, const Group& group, const I (&
       const int64_t at = r * group.stride;
       F value = isa::from_int(sums[r][v]);
       // Exact, as all three are whole numbers below 2**24.
-      if (layer.zeros != nullptr) value = isa::fma(zero, isa::set((float)-row_sums[at]), value);
+      if (layer.zeros != nullptr) value = isa::fma(zero, isa::set(-(float)row_sums[at]), value);
       if (layer.groups_a_scale > 0) {
         totals.set(r, v, isa::fma(value * isa::set(scales[at]), scale, totals.get(r, v)));
       } else {
