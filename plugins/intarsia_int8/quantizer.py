@@ -2,8 +2,8 @@
 
 Each output's row, or each group of its columns, is rounded to nearest with a scale of its own: its largest magnitude /
 127, so that every number is at most half a scale off. A row or group of zeros has scale 0. Scales of rows are float32.
-Those of groups are bfloat16 rounded up, so that the largest number still is at most 127, and so that scales as small as
-the weights' own have a place.
+Those of groups are float16, which has three bits more than bfloat16; or bfloat16, where a weight has groups so small or
+so large that float16 would be less exact. Numbers are rounded with the scale as it is stored.
 
 To shrink a scale until the squared error is least gains nothing at 8 bits (on SmolLM2 the divergence from the dense
 model stays as it is), so it is not done.
@@ -13,6 +13,7 @@ Shape legend: N out features, C in features, G groups, S columns a group.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ from intarsia_int8.smoothing import column_size, smoothing_scale
 #: Numbers quantized at once: temporary tensors stay this small, however large a weight is.
 _CHUNK = 1 << 22
 _LARGEST = 127
+#: From here on float16 has at least the 8 bits of bfloat16.
+_SMALLEST_HALF = 2.0**-16
 
 
 def quantize(name: str, weight_NC: torch.Tensor, layout: IntegerFormat, scale_C: torch.Tensor | None = None) -> Weight:
@@ -47,42 +50,47 @@ def quantize(name: str, weight_NC: torch.Tensor, layout: IntegerFormat, scale_C:
     """
     outs, ins = weight_NC.shape
     num_rows = max(1, _CHUNK // max(1, ins))
+
+    def pieces() -> Iterator[torch.Tensor]:
+        for rows in torch.split(weight_NC, num_rows):
+            yield _groups(rows.float() if scale_C is None else rows.float() * scale_C, layout)
+
+    largest_NG = torch.cat([groups_NGS.abs().amax(-1) for groups_NGS in pieces()])
+    if not largest_NG.isfinite().all():
+        raise CheckpointError(f"{name} holds NaN or infinity, which int8 cannot represent")
+    scale_NG = _stored(largest_NG / _LARGEST, layout)
     numbers = torch.empty(outs, ins, dtype=torch.int8, device=weight_NC.device)
-    scales = []
-    for start in range(0, outs, num_rows):
-        rows = weight_NC[start : start + num_rows].float()
-        if not rows.isfinite().all():
-            raise CheckpointError(f"{name} holds NaN or infinity, which int8 cannot represent")
-        rows = rows if scale_C is None else rows * scale_C
-        numbers[start : start + num_rows], scale = _round(rows, layout)
-        scales.append(scale)
-    tensors = {"weight": numbers, "scale": torch.cat(scales)}
+    for groups_NGS, divisor_NG, out_NC in zip(
+        pieces(), torch.split(scale_NG, num_rows), torch.split(numbers, num_rows), strict=True
+    ):
+        out_NC.copy_(_round(groups_NGS, divisor_NG.float())[:, :ins])
+    tensors = {"weight": numbers, "scale": scale_NG if layout.group is not None else scale_NG[:, 0]}
     if scale_C is not None:
         tensors["input_scale"] = 1 / scale_C
     return Weight(layout, tensors, (outs, ins))
 
 
-def _round(rows_NC: torch.Tensor, layout: IntegerFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whole numbers (N, C), still in float32, and scales as the format has them."""
+def _groups(rows_NC: torch.Tensor, layout: IntegerFormat) -> torch.Tensor:
+    """Return the columns that share a scale apart, (N, G, S); zeros fill the last group, and change no largest one."""
     columns = rows_NC.shape[1]
     width = layout.group or max(1, columns)
-    # Zeros fill the last group, and change no largest magnitude.
-    groups_NGS = functional.pad(rows_NC, (0, -columns % width)).view(len(rows_NC), -1, width)
-    scale_NG = groups_NGS.abs().amax(-1) / _LARGEST
-    if layout.group is not None:
-        scale_NG = _bfloat16_above(scale_NG)
-    divisor = scale_NG.float()[..., None]
+    return functional.pad(rows_NC, (0, -columns % width)).view(len(rows_NC), -1, width)
+
+
+def _stored(scale_NG: torch.Tensor, layout: IntegerFormat) -> torch.Tensor:
+    """Return scales in the dtype that the weight has them in."""
+    if layout.group is None:
+        return scale_NG
+    is_even = (scale_NG == 0) | ((scale_NG >= _SMALLEST_HALF) & (scale_NG <= torch.finfo(torch.float16).max))
+    return scale_NG.to(torch.float16 if bool(is_even.all()) else torch.bfloat16)
+
+
+def _round(groups_NGS: torch.Tensor, scale_NG: torch.Tensor) -> torch.Tensor:
+    """Return whole numbers, (N, G S), still in float32."""
+    divisor = scale_NG[..., None]
     steps = groups_NGS / torch.where(divisor > 0, divisor, 1.0)
     # Scales among the smallest of floats are rounded themselves, so that a quotient can pass 127.
-    numbers = steps.round_().clamp_(-_LARGEST, _LARGEST).flatten(1)[:, :columns]
-    return numbers, scale_NG if layout.group is not None else scale_NG[:, 0]
-
-
-def _bfloat16_above(values: torch.Tensor) -> torch.Tensor:
-    """Return the least bfloat16 that is at least each of these float32 numbers, none of which is negative."""
-    # A bfloat16 is the first half of a float32, and floats without sign are ordered as whole numbers.
-    bits = values.contiguous().view(torch.int32)
-    return ((bits + 0xFFFF) >> 16 << 16).view(torch.float32).bfloat16()
+    return steps.round_().clamp_(-_LARGEST, _LARGEST).flatten(1)
 
 
 @frozen(eq=False)

@@ -66,20 +66,31 @@ def test_every_group_has_a_scale_that_its_largest_number_needs(outs, ins, group,
     w = drawn(outs, ins, seed=outs * ins) * 10.0**power
     weight = quantize("w", w, IntegerFormat(8, group, activations=activations))
     numbers, scale = weight.tensors["weight"], weight.tensors["scale"]
-    assert scale.dtype == torch.bfloat16 and scale.shape == (outs, -(-ins // group))
+    assert scale.shape == (outs, -(-ins // group))
+    bits = {torch.float16: 11, torch.bfloat16: 8}[scale.dtype]
     for g, part in enumerate(w.double().split(group, dim=1)):
         found, step = numbers[:, g * group : g * group + part.shape[1]].double(), scale[:, g].double()
         need = part.abs().amax(1) / 127
-        # The least bfloat16 that is no less: bfloat16 has 8 bits.
-        assert (step >= need * (1 - 1e-6)).all() and (step <= need * (1 + 2**-7 + 1e-6)).all()
+        # Halves below 2**-14 have fewer bits, and from 2**-16 on no fewer than 8.
+        assert torch.allclose(step, need, rtol=2.0**-8 if need.min() < 2.0**-14 else 2.0**-bits, atol=1e-40)
         assert ((found * step[:, None] - part).abs() <= step[:, None] * 0.5001).all()
 
 
+@pytest.mark.parametrize(
+    ("factor", "dtype"),
+    [(1.0, torch.float16), (0.0, torch.float16), (1e-7, torch.bfloat16), (1e7, torch.bfloat16)],
+)
+def test_scales_are_halves_unless_a_group_is_too_small_or_too_large_for_them(factor, dtype):
+    w = drawn(6, 64)
+    w[2, :32] *= factor
+    assert quantize("w", w, IntegerFormat(8, 32)).tensors["scale"].dtype == dtype
+
+
 def test_a_group_that_its_format_can_hold_comes_out_bit_for_bit():
-    """With scales that bfloat16 holds and 127 in each group, the same numbers come back."""
+    """With scales that float16 holds and 127 in each group, the same numbers come back."""
     numbers = torch.randint(-127, 128, (9, 130), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     numbers[:, ::32] = 127
-    scale = (drawn(9, 5).abs() + 0.1).bfloat16()
+    scale = (drawn(9, 5).abs() + 0.1).half()
     w = numbers.float() * scale.float().repeat_interleave(32, dim=1)[:, :130]
     found = quantize("w", w, IntegerFormat(8, 32))
     assert torch.equal(found.tensors["weight"], numbers) and torch.equal(found.tensors["scale"], scale)
