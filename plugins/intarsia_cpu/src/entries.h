@@ -28,20 +28,36 @@ static inline int64_t bytes(int32_t entry) {
 
 // --- int8 numbers as vectors; the counts are as those of `isa::load` and `isa::store` ---------------------------------
 
-static INLINE F load(const int8_t* source, int count) {
-  if (count >= LANES) return isa::load_int8(source);
+/// Bytes as floats. g++ would take a vector of bytes apart, number by number.
+static INLINE F widen(isa::B numbers) {
 #if ISA_AVX512
-  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1), source)));
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)numbers));
+#elif ISA_AVX2
+  return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)numbers)));
 #else
-  isa::B numbers = {};
-  memcpy(&numbers, source, (size_t)count);
-  return __builtin_convertvector(__builtin_convertvector(numbers, I), F);
+  return isa::from_int(__builtin_convertvector(numbers, I));
 #endif
 }
+static INLINE F load(const int8_t* source, int count) {
+  isa::B numbers = {};
+  if (count >= LANES) {
+    memcpy(&numbers, source, sizeof numbers);
+    return widen(numbers);
+  }
+#if ISA_AVX512
+  numbers = (isa::B)_mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1), source);
+#else
+  memcpy(&numbers, source, (size_t)count);
+#endif
+  return widen(numbers);
+}
 static INLINE void store(int8_t* target, I value, int count) {
-  if (count >= LANES) return isa::store_int8(target, value);
+#if ISA_AVX512
+  const isa::B numbers = (isa::B)_mm512_cvtepi32_epi8((__m512i)value);
+#else
   const isa::B numbers = __builtin_convertvector(value, isa::B);
-  memcpy(target, &numbers, (size_t)count);
+#endif
+  memcpy(target, &numbers, (size_t)std::min(count, LANES));
 }
 
 // --- rounding --------------------------------------------------------------------------------------------------------
