@@ -19,11 +19,11 @@ from intarsia.errors import ConfigError, ExecutionError
 from intarsia.executor import LocalExecutor
 from intarsia.forwarding import ComposedModel
 from intarsia.models.eager import EagerRunner
-from intarsia.models.weights import EMBED, HEAD, POSITIONS, Weights
+from intarsia.models.weights import Weights
 from intarsia.ops import OpChoice, Ops
 from intarsia.protocols import ExecutorContext, Kernel, Progress, RunnerContext
 from intarsia.quantizing.calibration import Calibration, InputStatistics
-from intarsia.types import Choice, EngineConfig, Weight
+from intarsia.types import EMBED, HEAD, POSITIONS, Choice, EngineConfig, Weight
 
 #: Tokens of each linear's inputs that are kept.
 _SAMPLED = 512

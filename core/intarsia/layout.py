@@ -7,10 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from intarsia.errors import CompositionError
-from intarsia.models.weights import EMBED, HEAD, POSITIONS, tied_head_quantizers
+from intarsia.models.weights import tied_head_quantizers
 from intarsia.ops import Ops
 from intarsia.protocols import CacheAllocator, CacheContext, Quantizer
-from intarsia.types import AUTO, CacheGroup, CacheLayout, CacheOptions, DecoderSpec, Dtype, WeightMap, parse_bytes
+from intarsia.types import (
+    AUTO,
+    EMBED,
+    HEAD,
+    POSITIONS,
+    CacheGroup,
+    CacheLayout,
+    CacheOptions,
+    DecoderSpec,
+    Dtype,
+    WeightMap,
+    parse_bytes,
+)
 
 #: Entry formats whose numbers share a scale, a token, kv head and tensor each; and the bytes of that.
 _SCALE_BYTES = {"int8": 4}

@@ -25,13 +25,12 @@ from time import perf_counter
 from attrs import frozen
 
 from intarsia.errors import ConfigError, PluginError, did_you_mean
+from intarsia.folders import CACHE_VARIABLE, cache_folder
 
 logger = logging.getLogger("intarsia.cpu")
 
 #: Forces a path of `PATHS`.
 ISA_VARIABLE = "INTARSIA_CPU_ISA"
-#: Names the folder that compiled kernels are kept in.
-CACHE_VARIABLE = "INTARSIA_CACHE"
 SOURCES = Path(__file__).with_name("src")
 #: Libraries kept; the ones that have not been used for longest go.
 _KEPT = 32
@@ -115,15 +114,6 @@ def isa() -> str:
     return name
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: in INTARSIA_CACHE, else in the user's cache folder."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen) / "cpu"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "intarsia" / "cpu"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intarsia" / "cpu"
-
-
 def compiler() -> str | None:
     """Return the path of the C++ compiler: CXX, g++, c++ or clang++, the first that is there."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
@@ -148,7 +138,7 @@ def load(area: str) -> ctypes.CDLL:
         PluginError: there is no compiler, or it fails, or the cache folder cannot be used; says what to do.
         ConfigError: INTARSIA_CPU_ISA names no path of this CPU.
     """
-    return _load(area, isa(), cache_folder())
+    return _load(area, isa(), cache_folder("cpu"))
 
 
 @functools.cache

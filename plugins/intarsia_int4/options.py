@@ -7,11 +7,7 @@ from typing import Literal
 from attrs import field, frozen
 from attrs.validators import in_
 
-from intarsia.errors import ConfigError
-from intarsia.quantizing.options import QuantizerOptions
-
-#: Where messages say that the calibration is named.
-CALIBRATION = "quantizer.calibration"
+from intarsia.quantizing.options import QuantizerOptions, check_calibration
 
 
 @frozen(kw_only=True)
@@ -38,15 +34,6 @@ class Int4Options(QuantizerOptions):
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("awq", "gptq"):
-            if getattr(self, name) and not self.calibration:
-                raise ConfigError(
-                    f"{CALIBRATION}: quantizer.{name} = true needs the inputs of each layer; "
-                    "`intarsia calibrate MODEL --out FILE` writes them, and calibration = 'FILE' names them",
-                    field=CALIBRATION,
-                )
-        if self.calibration and not self.gptq and self.awq is False and self.clip is False:
-            raise ConfigError(
-                f"{CALIBRATION}: {self.calibration!r} is read for awq, clip and gptq, and all are false",
-                field=CALIBRATION,
-            )
+        needed_by = next((f"quantizer.{name} = true" for name in ("awq", "gptq") if getattr(self, name)), "")
+        reads = self.gptq or self.awq is not False or self.clip is not False
+        check_calibration(self.calibration, needed_by, "" if reads else "awq, clip and gptq, and all are false")

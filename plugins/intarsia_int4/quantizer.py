@@ -13,12 +13,12 @@ from attrs import evolve, frozen
 from intarsia.protocols import PartContext
 from intarsia.quantizing.calibration import Calibration, InputStatistics
 from intarsia.quantizing.integers import IntegerFormat
-from intarsia.quantizing.options import EMBED
+from intarsia.quantizing.options import CALIBRATION
 from intarsia.quantizing.remembered import RememberedWeights, code_digest, digest
-from intarsia.types import Weight
+from intarsia.types import EMBED, Weight
 from intarsia_int4 import gptq, rounding
 from intarsia_int4.awq import scale_columns
-from intarsia_int4.options import CALIBRATION, Int4Options
+from intarsia_int4.options import Int4Options
 
 
 @frozen(eq=False)

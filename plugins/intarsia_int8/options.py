@@ -8,10 +8,7 @@ from attrs import Attribute, field, frozen
 from attrs.validators import in_
 
 from intarsia.errors import ConfigError
-from intarsia.quantizing.options import QuantizerOptions
-
-#: Where messages say that the calibration is named.
-CALIBRATION = "quantizer.calibration"
+from intarsia.quantizing.options import QuantizerOptions, check_calibration
 
 
 def _share(_: object, attribute: Attribute[float], value: float) -> None:
@@ -36,14 +33,6 @@ class Int8Options(QuantizerOptions):
     calibration: str = ""
 
     def __attrs_post_init__(self) -> None:
-        if self.smooth and not self.calibration:
-            raise ConfigError(
-                f"{CALIBRATION}: quantizer.smooth = {self.smooth:g} needs the inputs of each layer; "
-                "`intarsia calibrate MODEL --out FILE` writes them, and calibration = 'FILE' names them",
-                field=CALIBRATION,
-            )
-        if self.calibration and not self.smooth:
-            raise ConfigError(
-                f"{CALIBRATION}: {self.calibration!r} is read for smoothing alone; quantizer.smooth = 0.5 asks for it",
-                field=CALIBRATION,
-            )
+        needed_by = f"quantizer.smooth = {self.smooth:g}" if self.smooth else ""
+        read_for = "" if self.smooth else "smoothing alone; quantizer.smooth = 0.5 asks for it"
+        check_calibration(self.calibration, needed_by, read_for)

@@ -24,9 +24,9 @@ from intarsia.errors import CheckpointError
 from intarsia.protocols import PartContext
 from intarsia.quantizing.calibration import Calibration
 from intarsia.quantizing.integers import IntegerFormat
-from intarsia.quantizing.options import EMBED
-from intarsia.types import Weight
-from intarsia_int8.options import CALIBRATION, Int8Options
+from intarsia.quantizing.options import CALIBRATION
+from intarsia.types import EMBED, Weight
+from intarsia_int8.options import Int8Options
 from intarsia_int8.smoothing import column_size, smoothing_scale
 
 #: Numbers quantized at once: temporary tensors stay this small, however large a weight is.

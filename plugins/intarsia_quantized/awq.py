@@ -23,7 +23,7 @@ from intarsia.errors import CheckpointError
 from intarsia.families import Fields
 from intarsia.quantizing.integers import pack_nibbles
 from intarsia.types import StoredTensor
-from intarsia_quantized.modules import SCALES, Module, modules, unsigned
+from intarsia_quantized.modules import SCALES, Module, decoded, unsigned
 from intarsia_quantized.options import QuantizedOptions
 from intarsia_quantized.stored import Activations, Grouped, Layout, stored
 
@@ -52,19 +52,7 @@ def decode(
     group = None if fields.get("group_size", -1) == -1 else fields.size("group_size", high=_MAX_GROUP)
     symmetric = not fields.flag("zero_point", True)
     activations = options.resolve("float")
-    found: dict[str, StoredTensor] = {}
-    for module in modules(tensors).values():
-        quantized = "qweight" in module.tensors
-        if orphan := next((part for part in _PARTS if part in module.tensors and not quantized), None):
-            raise CheckpointError(f"tensor {module.name}.{orphan} is there without {module.name}.qweight")
-        if quantized and "weight" in module.tensors:
-            raise CheckpointError(f"{module.name} has both weight and qweight")
-        for part, tensor in module.tensors.items():
-            if part == "qweight":
-                found[f"{module.name}.weight"] = _matrix(module, group, symmetric, activations)
-            elif part not in _PARTS:
-                found[tensor.name] = tensor
-    return found
+    return decoded(tensors, _PARTS, "qweight", lambda module: _matrix(module, group, symmetric, activations))
 
 
 def _matrix(module: Module, group: int | None, symmetric: bool, activations: Activations) -> StoredTensor:

@@ -19,7 +19,7 @@ _PARTS = {"kernels": "torch", "runner": "eager", "attention": "sdpa", "scheduler
 #: Options of quantizers whose defaults are made for our kernels: other engines run int8 with a scale a row alone.
 _OPTIONS: dict[str, dict[str, Any]] = {"int8": {"group": 0}}
 #: Options of methods that read a calibration.
-_METHODS = ("quantizer.calibration", "quantizer.smooth", "quantizer.awq", "quantizer.clip")
+_METHODS = tuple(f"quantizer.{name}" for name in ("calibration", "smooth", "awq", "clip", "gptq", "method"))
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 

@@ -29,7 +29,7 @@ from intarsia.families import Fields
 from intarsia.quantizing.integers import pack_nibbles
 from intarsia.types import StoredTensor
 from intarsia_quantized import sparse24
-from intarsia_quantized.modules import SCALES, Module, bytes_of, centred, modules, unsigned
+from intarsia_quantized.modules import SCALES, Module, bytes_of, centred, group_of, modules, unsigned
 from intarsia_quantized.options import QuantizedOptions
 from intarsia_quantized.schemes import Scheme, Schemes
 from intarsia_quantized.stored import Grouped, Layout, stored
@@ -113,14 +113,14 @@ def _matrix(module: Module, schemes: Schemes, options: QuantizedOptions) -> Stor
     ]
     scheme = schemes.of(module.name, fitting)
     layout = Layout(scheme.bits, shape, scheme.group, scheme.symmetric, options.resolve(scheme.activations))
-    group_of = _group_of(module, scheme, layout)
-    if group_of is not None:
+    permuted = _group_of(module, scheme, layout)
+    if permuted is not None:
         layout = evolve(layout, ordered=False)
 
     def decode() -> Grouped:
         numbers = _numbers(module, holder, layout)
         values = module.tensors["weight_scale"].load()
-        return Grouped(numbers, _a_row(values, layout), _zeros(module, layout, values.shape), group_of)
+        return Grouped(numbers, _a_row(values, layout), _zeros(module, layout, values.shape), permuted)
 
     kind = "PACKED" if holder == _HOLDERS[0] else "INT"
     return stored(f"{module.name}.weight", layout, kind, module.num_bytes(_PARTS), decode)
@@ -160,11 +160,7 @@ def _group_of(module: Module, scheme: Scheme, layout: Layout) -> torch.Tensor | 
     if not scheme.permutes:
         raise CheckpointError(f"tensor {module.name}.weight_g_idx is there, and no actorder of the config asks for it")
     tensor = module.need("weight_g_idx", "weight_scale", ("I32", "I64"), (layout.shape[1],))
-    found = tensor.load().long()
-    if bool((found < 0).any()) or bool((found >= layout.num_groups).any()):
-        raise CheckpointError(f"tensor {tensor.name!r} names groups beyond the {layout.num_groups} that there are")
-    ordered = torch.arange(layout.shape[1]) // (layout.group or layout.shape[1])
-    return None if torch.equal(found, ordered) else found
+    return group_of(tensor, layout.num_groups, layout.group_columns)
 
 
 def _numbers(module: Module, holder: str, layout: Layout) -> torch.Tensor:

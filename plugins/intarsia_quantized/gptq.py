@@ -26,7 +26,7 @@ from intarsia.checkpoints import SafetensorsTensor
 from intarsia.errors import CheckpointError
 from intarsia.families import Fields
 from intarsia.types import StoredTensor
-from intarsia_quantized.modules import SCALES, Module, bytes_of, centred, modules, unsigned
+from intarsia_quantized.modules import SCALES, Module, bytes_of, centred, decoded, group_of, unsigned
 from intarsia_quantized.options import QuantizedOptions
 from intarsia_quantized.stored import Activations, Grouped, Layout, stored
 
@@ -76,19 +76,7 @@ def decode(
         CheckpointError: the config has a value that is not known, or does not fit its tensors.
     """
     scheme = _Scheme.read(fields, options.resolve("float"))
-    found: dict[str, StoredTensor] = {}
-    for module in modules(tensors).values():
-        quantized = "qweight" in module.tensors
-        if orphan := next((part for part in _PARTS if part in module.tensors and not quantized), None):
-            raise CheckpointError(f"tensor {module.name}.{orphan} is there without {module.name}.qweight")
-        if quantized and "weight" in module.tensors:
-            raise CheckpointError(f"{module.name} has both weight and qweight")
-        for part, tensor in module.tensors.items():
-            if part == "qweight":
-                found[f"{module.name}.weight"] = _matrix(module, scheme)
-            elif part not in _PARTS:
-                found[tensor.name] = tensor
-    return found
+    return decoded(tensors, _PARTS, "qweight", lambda module: _matrix(module, scheme))
 
 
 def _matrix(module: Module, scheme: _Scheme) -> StoredTensor:
@@ -100,12 +88,12 @@ def _matrix(module: Module, scheme: _Scheme) -> StoredTensor:
     layout = Layout(4 if bits == 4 else 8, shape, scheme.group, scheme.symmetric, scheme.activations)
     module.need("qzeros", "qweight", ("I32",), (layout.num_groups, outs // per_word))
     module.need("scales", "qweight", SCALES, (layout.num_groups, outs))
-    group_of = None
+    permuted = None
     if "g_idx" in module.tensors:
         module.need("g_idx", "qweight", ("I32", "I64"), (shape[1],))
         # The groups are read at once only where they decide whether the matrix can stay as it is.
-        group_of = _groups(module, layout) if scheme.permutes else None
-    if group_of is not None:
+        permuted = _groups(module, layout) if scheme.permutes else None
+    if permuted is not None:
         layout = Layout(layout.bits, shape, scheme.group, scheme.symmetric, scheme.activations, ordered=False)
 
     def decode() -> Grouped:
@@ -114,19 +102,13 @@ def _matrix(module: Module, scheme: _Scheme) -> StoredTensor:
         words = module.tensors["qweight"].load().t()
         numbers = bytes_of(words) if bits == 4 else centred(bytes_of(words))
         scale = module.tensors["scales"].load().t().contiguous()
-        return Grouped(numbers, scale, _zeros(module, scheme), group_of)
+        return Grouped(numbers, scale, _zeros(module, scheme), permuted)
 
     return stored(f"{module.name}.weight", layout, "GPTQ", module.num_bytes(_PARTS), decode)
 
 
 def _groups(module: Module, layout: Layout) -> torch.Tensor | None:
-    """Return the group of each column, or None where they are in order."""
-    tensor = module.tensors["g_idx"]
-    found = tensor.load().long()
-    if bool((found < 0).any()) or bool((found >= layout.num_groups).any()):
-        raise CheckpointError(f"tensor {tensor.name!r} names groups beyond the {layout.num_groups} that there are")
-    ordered = torch.arange(layout.shape[1]) // (layout.group or layout.shape[1])
-    return None if torch.equal(found, ordered) else found
+    return group_of(module.tensors["g_idx"], layout.num_groups, layout.group_columns)
 
 
 def _zeros(module: Module, scheme: _Scheme) -> torch.Tensor | None:

@@ -5,13 +5,15 @@ Every method that fails raises CheckpointError, which names the tensor, what it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from attrs import frozen
 
 from intarsia.checkpoints import SafetensorsTensor
 from intarsia.errors import CheckpointError
+from intarsia.quantizing.integers import unpack_nibbles
+from intarsia.types import StoredTensor
 
 #: The dtypes that scales are read from.
 SCALES = ("F32", "BF16", "F16")
@@ -70,20 +72,55 @@ def modules(tensors: Mapping[str, SafetensorsTensor]) -> dict[str, Module]:
     return {name: Module(name, parts) for name, parts in found.items()}
 
 
+def decoded(
+    tensors: Mapping[str, SafetensorsTensor],
+    parts: Collection[str],
+    holder: str,
+    matrix: Callable[[Module], StoredTensor],
+) -> dict[str, StoredTensor]:
+    """Return a model's tensors by their plain names, where quantized modules have tensors of their own names.
+
+    Args:
+        tensors: of the folder.
+        parts: names of tensors that quantized modules alone have.
+        holder: the one of them that none is without.
+        matrix: returns the weight of a quantized module.
+
+    Raises:
+        CheckpointError: a module has some of these without the holder, or a plain weight beside it.
+    """
+    found: dict[str, StoredTensor] = {}
+    for module in modules(tensors).values():
+        quantized = holder in module.tensors
+        if orphan := next((part for part in parts if part in module.tensors and not quantized), None):
+            raise CheckpointError(f"tensor {module.name}.{orphan} is there without {module.name}.{holder}")
+        if quantized and "weight" in module.tensors:
+            raise CheckpointError(f"{module.name} has both weight and {holder}")
+        for part, tensor in module.tensors.items():
+            if part == holder:
+                found[f"{module.name}.weight"] = matrix(module)
+            elif part not in parts:
+                found[tensor.name] = tensor
+    return found
+
+
+def group_of(tensor: SafetensorsTensor, num_groups: int, group: int) -> torch.Tensor | None:
+    """Return the group of each column, (C,) int64, as a tensor says it; None where groups of so many are in order."""
+    found = tensor.load().long()
+    if bool((found < 0).any()) or bool((found >= num_groups).any()):
+        raise CheckpointError(f"tensor {tensor.name!r} names groups beyond the {num_groups} that there are")
+    return None if torch.equal(found, torch.arange(len(found)) // group) else found
+
+
 def bytes_of(words: torch.Tensor) -> torch.Tensor:
     """Return int32 words (N, W) as bytes (N, 4 W), the lowest first."""
     return words.contiguous().view(torch.uint8)
 
 
-def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return bytes (N, W) as the numbers of 4 bits in them (N, 2 W), the low half first."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-
-
 def unsigned(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the whole numbers from 0 that int32 words (N, W) hold, from the lowest bits up, in uint8."""
     packed = bytes_of(words)
-    return nibbles(packed) if bits == 4 else packed
+    return unpack_nibbles(packed) if bits == 4 else packed
 
 
 def centred(numbers: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,9 @@ from attrs import evolve, frozen
 
 from intarsia.errors import CheckpointError
 from intarsia.protocols import Parts, Quantizer
-from intarsia.types import AttentionSpec, TensorSource, Weight, dense
+from intarsia.types import EMBED, HEAD, POSITIONS, AttentionSpec, TensorSource, Weight, dense
 from intarsia_quantized.folding import Values, fold, shared
 
-EMBED, POSITIONS, HEAD = "embed.weight", "positions.weight", "head.weight"
 #: What Hugging Face calls a head that has no tensor in the model's own files.
 _HEAD_NAME = "lm_head.weight"
 

@@ -37,7 +37,7 @@ from intarsia.errors import CheckpointError
 from intarsia.families import Fields
 from intarsia.quantizing.sparse import GROUP, KEPT, SparseFormat, SparseValues, compress
 from intarsia.types import StoredTensor, Weight
-from intarsia_quantized.modules import SCALES, Module, modules
+from intarsia_quantized.modules import SCALES, Module, decoded
 from intarsia_quantized.options import QuantizedOptions
 from intarsia_quantized.stored import check_scales
 
@@ -140,17 +140,7 @@ def decode(
     fields.choice("format", {FORMAT: None})
     if fields.size("version") != VERSION:
         raise fields.wrong("version", str(VERSION))
-    found: dict[str, StoredTensor] = {}
-    for module in modules(tensors).values():
-        sparse = "weight_values" in module.tensors
-        if orphan := next((part for part in _PARTS if part in module.tensors and not sparse), None):
-            raise CheckpointError(f"tensor {module.name}.{orphan} is there without {module.name}.weight_values")
-        if sparse and "weight" in module.tensors:
-            raise CheckpointError(f"{module.name} has both weight and weight_values")
-        if sparse:
-            found[f"{module.name}.weight"] = _own(module)
-        found |= {tensor.name: tensor for part, tensor in module.tensors.items() if part not in _PARTS}
-    return found
+    return decoded(tensors, _PARTS, "weight_values", _own)
 
 
 def _own(module: Module) -> StoredTensor:

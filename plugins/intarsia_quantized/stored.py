@@ -15,7 +15,7 @@ import torch
 from attrs import field, frozen
 
 from intarsia.errors import CheckpointError
-from intarsia.quantizing.integers import GROUPS, IntegerFormat
+from intarsia.quantizing.integers import GROUPS, IntegerFormat, unpack_nibbles
 from intarsia.types import Weight
 
 #: Numbers dequantized at once: temporary tensors stay this small, however large a weight is.
@@ -46,6 +46,11 @@ class Layout:
     symmetric: bool
     activations: Activations
     ordered: bool = True
+
+    @property
+    def group_columns(self) -> int:
+        """Columns that share a scale."""
+        return self.group or self.shape[1]
 
     @property
     def num_groups(self) -> int:
@@ -101,7 +106,7 @@ class Grouped:
         columns = layout.shape[1]
         stored = self.numbers[rows]
         if layout.bits == 4:
-            stored = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)[:, :columns]
+            stored = unpack_nibbles(stored)[:, :columns]
         group_of = self.group_of
         if group_of is None:
             group_of = torch.arange(columns) // (layout.group or max(1, columns))

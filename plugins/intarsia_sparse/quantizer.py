@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-from intarsia.errors import CheckpointError, ConfigError
+from intarsia.errors import CheckpointError
 from intarsia.protocols import PartContext
 from intarsia.quantizing.calibration import Calibration
+from intarsia.quantizing.options import CALIBRATION, check_calibration
 from intarsia.quantizing.sparse import SparseFormat, best_two, compress
 from intarsia.types import Dtype, Weight
 from intarsia_sparse.options import SparseOptions
 
 #: Numbers pruned at once: temporary tensors stay this small, however large a weight is.
 _CHUNK = 1 << 21
-_CALIBRATION = "quantizer.calibration"
 
 
 def prune(
@@ -106,7 +106,7 @@ class SparseQuantizer:
     def _importance(self, name: str, columns: int) -> torch.Tensor | None:
         if self.calibration is None:
             return None
-        return self.calibration.of(name, columns, _CALIBRATION).mean_square.double().sqrt()
+        return self.calibration.of(name, columns, CALIBRATION).mean_square.double().sqrt()
 
 
 def build(context: PartContext) -> SparseQuantizer:
@@ -116,16 +116,9 @@ def build(context: PartContext) -> SparseQuantizer:
         ConfigError: the method reads a calibration and none is given, or the other way round, or the file is none.
     """
     options: SparseOptions = context.options
-    calibration = None
-    if options.method == "wanda":
-        if not options.calibration:
-            raise ConfigError(
-                f"{_CALIBRATION}: the method 'wanda' needs a file that `intarsia calibrate MODEL --out FILE` wrote",
-                field=_CALIBRATION,
-            )
-        calibration = Calibration.open(Path(options.calibration), _CALIBRATION)
-    elif options.calibration:
-        raise ConfigError(
-            f"{_CALIBRATION}: the method {options.method!r} reads none; method = 'wanda' does", field=_CALIBRATION
-        )
+    weighs = options.method == "wanda"
+    needed_by = "the method 'wanda'" if weighs else ""
+    read_for = f"the method 'wanda', and not for {options.method!r}; quantizer.method = 'wanda' asks for it"
+    check_calibration(options.calibration, needed_by, "" if weighs else read_for)
+    calibration = Calibration.open(Path(options.calibration), CALIBRATION) if weighs else None
     return SparseQuantizer(options, context.engine.dtype, calibration)

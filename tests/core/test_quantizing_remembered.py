@@ -9,7 +9,7 @@ from time import time
 import pytest
 import torch
 
-from intarsia.quantizing.remembered import RememberedWeights, code_digest, digest, weights_folder
+from intarsia.quantizing.remembered import RememberedWeights, code_digest, digest
 from integer_weights import VARIED, integer_weight
 
 KEY = "0" * 64
@@ -92,11 +92,11 @@ def test_a_digest_of_code_changes_with_the_code(tmp_path):
 
 def test_the_folder_is_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
-    assert weights_folder() == tmp_path / "weights"
+    assert RememberedWeights().folder == tmp_path / "weights"
     monkeypatch.delenv("INTARSIA_CACHE")
     if sys.platform == "linux":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-        assert weights_folder() == tmp_path / "x" / "intarsia" / "weights"
+        assert RememberedWeights().folder == tmp_path / "x" / "intarsia" / "weights"
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

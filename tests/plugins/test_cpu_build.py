@@ -28,7 +28,7 @@ def sources(tmp_path, monkeypatch):
 
 
 def libraries():
-    return sorted(build.cache_folder().glob("*.so"))
+    return sorted(build.cache_folder("cpu").glob("*.so"))
 
 
 def test_a_library_is_compiled_once_and_found_again(sources, caplog):
@@ -100,7 +100,7 @@ def test_only_the_last_used_libraries_are_kept(sources, monkeypatch):
         build._load.cache_clear()
         build.load("small")
         time.sleep(0.01)
-    assert len(libraries()) == 2 and len(list(build.cache_folder().iterdir())) == 6
+    assert len(libraries()) == 2 and len(list(build.cache_folder("cpu").iterdir())) == 6
 
 
 def test_no_compiler_is_said_with_what_to_install(sources, monkeypatch, tmp_path):
@@ -123,8 +123,8 @@ def test_a_compiler_that_fails_is_quoted(sources, monkeypatch, tmp_path):
 
 
 def test_a_folder_that_others_can_write_is_not_loaded_from(sources):
-    build.cache_folder().mkdir(parents=True)
-    build.cache_folder().chmod(0o777)
+    build.cache_folder("cpu").mkdir(parents=True)
+    build.cache_folder("cpu").chmod(0o777)
     assert "other users may write there" in build.unavailable("small")
     assert build.CACHE_VARIABLE in build.unavailable("small")
 
@@ -150,11 +150,11 @@ def test_a_path_is_forced_by_name_and_refused_where_it_cannot_run(monkeypatch):
 
 def test_the_cache_lies_where_the_user_says(monkeypatch, tmp_path):
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "own"))
-    assert build.cache_folder() == tmp_path / "own" / "cpu"
+    assert build.cache_folder("cpu") == tmp_path / "own" / "cpu"
     monkeypatch.delenv(build.CACHE_VARIABLE)
     monkeypatch.setattr(build.sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / "intarsia" / "cpu"
+    assert build.cache_folder("cpu") == tmp_path / "intarsia" / "cpu"
 
 
 def test_threads_are_torchs_own():

@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 
-from engines import engine_of
+from engines import count_preemptions, engine_of
 from families import CASES, as_version_4, config_of, saved
 from intarsia import SamplingParams
 from intarsia.defaults import provide_models as provide_llama
@@ -78,23 +78,6 @@ def test_greedy_ids_of_a_mixed_batch_equal_what_transformers_generates(tiny):
         assert [c.token_ids for c in engine.generate(prompts, greedy)] == expected
     with tiny.engine(cache="contiguous", scheduler={"use": "static", "max_batch": 3}) as engine:
         assert [c.token_ids for c in engine.generate(prompts, greedy)] == expected
-
-
-def count_preemptions(engine):
-    """Return a list that grows with every sequence that the engine's scheduler preempts."""
-    preempted, scheduler = [], engine.parts.scheduler
-
-    class Watched:
-        def plan(self):
-            plan = scheduler.plan()
-            preempted.extend(plan.preempted)
-            return plan
-
-        def __getattr__(self, name):
-            return getattr(scheduler, name)
-
-    engine.parts = attrs.evolve(engine.parts, scheduler=Watched())
-    return preempted
 
 
 def test_logprobs_have_the_same_bits_in_any_company_chunks_and_after_preemption(tiny):

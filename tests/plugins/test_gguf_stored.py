@@ -16,22 +16,9 @@ from intarsia_gguf.checkpoint import GgufLoader
 from tools import gguf_blocks
 from tools import gguf_bytes as gb
 
-#: Type -> the format that it becomes.
-FORMATS = {
-    Kind.Q8_0: "int8_g32",
-    Kind.Q4_0: "int4_g32",
-    Kind.Q4_1: "int4_g32_min",
-    Kind.Q5_0: "int8_g32",
-    Kind.Q5_1: "int8_g32_min",
-    Kind.Q2_K: "int4_g16_min",
-    Kind.Q3_K: "int4_g16",
-    Kind.Q4_K: "int4_g32_min",
-    Kind.Q5_K: "int8_g32_min",
-    Kind.Q6_K: "int8_g16",
-}
 SIMPLE = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
-TWO_LEVEL = [kind for kind in FORMATS if kind not in SIMPLE]
-each_type = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+TWO_LEVEL = [kind for kind in gguf_blocks.FORMATS if kind not in SIMPLE]
+each_type = pytest.mark.parametrize("kind", gguf_blocks.FORMATS, ids=lambda kind: kind.name)
 #: What rounding to float16 can add to a number, of that number; and a little for sums in float32.
 ROUNDING = 2.0**-11 * 1.001
 
@@ -47,7 +34,7 @@ def kept(tmp_path, kind, raw, columns):
     """Read a matrix of these bytes as a weight."""
     shape = (len(raw), columns)
     tensor = open_with(tmp_path, ("x.weight", shape, int(kind), raw.tobytes()))["x.weight"]
-    assert isinstance(tensor, StoredWeight) and tensor.weight_format.name == FORMATS[kind]
+    assert isinstance(tensor, StoredWeight) and tensor.weight_format.name == gguf_blocks.FORMATS[kind]
     weight = tensor.read_weight()
     assert weight.shape == shape and weight.format == tensor.weight_format
     return weight
@@ -224,7 +211,9 @@ def test_a_scale_that_is_not_finite_is_refused_with_the_tensors_name(kind, value
         kept(tmp_path, kind, raw, 512)
 
 
-@pytest.mark.parametrize("kind", [k for k in FORMATS if FORMATS[k].endswith("min")], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [k for k in gguf_blocks.FORMATS if gguf_blocks.FORMATS[k].endswith("min")], ids=lambda kind: kind.name
+)
 def test_a_minimum_that_is_not_finite_is_refused(kind, tmp_path):
     raw = gguf_blocks.random_blocks(kind, (8, 512), scale=1e-3, minimum=1e-3)
     gguf_blocks.set_float(kind, raw, row=7, minimum=np.inf)
@@ -295,7 +284,7 @@ def test_smollm2_is_unpacked_in_a_second_on_one_thread(smollm2):
 
 def test_every_type_is_unpacked_about_as_fast(tmp_path):
     """None may be an order slower than 100 million numbers a second: files of billions load in tens of seconds."""
-    for kind in FORMATS:
+    for kind in gguf_blocks.FORMATS:
         raw = gguf_blocks.random_blocks(kind, (1024, 4096), scale=1e-3, minimum=1e-3)
         tensor = open_with(tmp_path, ("x.weight", (1024, 4096), int(kind), raw.tobytes()))["x.weight"]
         taken = []

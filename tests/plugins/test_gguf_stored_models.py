@@ -18,19 +18,6 @@ from tools import gguf_bytes as gb
 from tools.gguf_models import write_gguf
 
 PROMPT = [5, 7, 200, 11, 11, 3, 90, 41, 250, 0, 17]
-#: Type of all matrices -> the formats that they become.
-PURE = {
-    Kind.Q8_0: "int8_g32",
-    Kind.Q4_0: "int4_g32",
-    Kind.Q4_1: "int4_g32_min",
-    Kind.Q5_0: "int8_g32",
-    Kind.Q5_1: "int8_g32_min",
-    Kind.Q2_K: "int4_g16_min",
-    Kind.Q3_K: "int4_g16",
-    Kind.Q4_K: "int4_g32_min",
-    Kind.Q5_K: "int8_g32_min",
-    Kind.Q6_K: "int8_g16",
-}
 #: Type -> (scale, minimum) of random blocks whose numbers have a deviation of about 0.06.
 _SIZES = {
     Kind.Q2_K: (5e-3, 7e-3),
@@ -108,13 +95,13 @@ def bytes_of(weights):
     return sum(w.num_bytes if isinstance(w, Weight) else w.numel() * w.element_size() for w in weights.values())
 
 
-@pytest.mark.parametrize("kind", PURE, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", gguf_blocks.FORMATS, ids=lambda kind: kind.name)
 def test_a_model_that_keeps_its_bits_gives_the_logits_of_its_dequantized_weights(kind, folder, tmp_path):
     path = tmp_path / "model.gguf"
     expected = transformers_logits(folder, written(folder, path, lambda _: kind))
     with opened(path, "stored") as engine:
         formats = {source.kept.name for source in engine.parts.weight_map.tensors.values() if source.kept}
-        assert formats == {PURE[kind]}
+        assert formats == {gguf_blocks.FORMATS[kind]}
         logits = prompt_logits(engine, PROMPT)
     # What K types add is float16's rounding of scales, and numbers that are the small difference of two large ones.
     assert expected.std() > 0.1
@@ -145,7 +132,7 @@ def test_the_best_kernels_that_are_there_stay_near_the_dequantized_weights(kind,
     assert off(logits, expected) < 0.03
 
 
-@pytest.mark.parametrize("kind", PURE, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", gguf_blocks.FORMATS, ids=lambda kind: kind.name)
 def test_the_plan_has_the_bytes_that_are_held(kind, folder, tmp_path):
     path = tmp_path / "model.gguf"
     written(folder, path, lambda _: kind)

@@ -467,3 +467,19 @@ def test_methods_that_need_text_are_calibrated_on_it(tmp_path, key, options, kv_
     else:  # heads that share values share their scales, of which the folder's weights are rounded anew
         exact = logits_of(model)
         assert (found - exact).norm() < 1.5 * (expected - exact).norm()
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [("int4", {"group": 32, "gptq": True}), ("sparse24", {"method": "wanda"})],
+    ids=["gptq", "wanda"],
+)
+def test_options_that_only_a_calibration_gives_sense_write_what_they_would_run(tmp_path, key, options, capfd):
+    model, _ = tiny_llama(tmp_path, layers=2, kv_heads=4)
+    saved, out = tmp_path / "saved.safetensors", tmp_path / "out"
+    assert run(["calibrate", str(model), "--tokens", "600", "--out", str(saved)]) == 0
+    overrides = [item for name, value in options.items() for item in ("-o", f"quantizer.{name}={json.dumps(value)}")]
+    asked = ["--to", key, "--out", out, "--dtype", "float32", "--calibration", saved, *overrides]
+    assert run(["quantize", str(model), *map(str, asked)]) == 0, capfd.readouterr().err
+    expected = logits_of(model, quantizer={"use": key, "calibration": str(saved), **options})
+    torch.testing.assert_close(logits_of(out), expected, rtol=0, atol=2e-3)

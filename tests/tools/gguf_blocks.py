@@ -7,6 +7,19 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 
+#: Type -> the format in memory that it should become.
+FORMATS = {
+    Kind.Q8_0: "int8_g32",
+    Kind.Q4_0: "int4_g32",
+    Kind.Q4_1: "int4_g32_min",
+    Kind.Q5_0: "int8_g32",
+    Kind.Q5_1: "int8_g32_min",
+    Kind.Q2_K: "int4_g16_min",
+    Kind.Q3_K: "int4_g16",
+    Kind.Q4_K: "int4_g32_min",
+    Kind.Q5_K: "int8_g32_min",
+    Kind.Q6_K: "int8_g16",
+}
 #: Type -> where the float16 scale of a block lies, and its minimum's, from llama.cpp's ggml-common.h.
 _FLOATS = {
     Kind.Q8_0: (0, None),

@@ -9,11 +9,21 @@ import torch
 from attrs import field, frozen
 
 from intarsia.models.layers import Layer, Linear, Norm
-from intarsia.models.weights import EMBED, HEAD, POSITIONS, Weights
+from intarsia.models.weights import Weights
 from intarsia.ops import Ops
 from intarsia.protocols import AttentionBackend, CacheStorage, RunnerContext
 from intarsia.rope import cos_sin
-from intarsia.types import AttentionSpec, CacheLayout, DecoderSpec, ForwardBatch, RopeSpec, Weight
+from intarsia.types import (
+    EMBED,
+    HEAD,
+    POSITIONS,
+    AttentionSpec,
+    CacheLayout,
+    DecoderSpec,
+    ForwardBatch,
+    RopeSpec,
+    Weight,
+)
 
 
 @frozen

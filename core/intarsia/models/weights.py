@@ -35,11 +35,21 @@ from intarsia.errors import CheckpointError
 from intarsia.ops import Ops
 from intarsia.protocols import Progress, Quantizer
 from intarsia.quantizing.integers import IntegerFormat, common, join
-from intarsia.types import Checkpoint, StorableFormat, StoredWeight, TensorSource, Weight, WeightMap, dense
+from intarsia.quantizing.options import stays_dense
+from intarsia.types import (
+    EMBED,
+    HEAD,
+    POSITIONS,
+    Checkpoint,
+    StorableFormat,
+    StoredWeight,
+    TensorSource,
+    Weight,
+    WeightMap,
+    dense,
+)
 
 Weights: TypeAlias = Mapping[str, Weight | torch.Tensor]
-
-EMBED, POSITIONS, HEAD = "embed.weight", "positions.weight", "head.weight"
 
 _SHOWN = 5
 
@@ -80,9 +90,7 @@ def keep_stored(weight_map: WeightMap, checkpoint: Checkpoint, quantizers: Seque
     """
     tensors = {
         name: source
-        if name == POSITIONS
-        or name.endswith(".router.weight")
-        or any(quantizer.accepts(name, source.shape) for quantizer in quantizers)
+        if stays_dense(name) or any(quantizer.accepts(name, source.shape) for quantizer in quantizers)
         else evolve(source, kept=_stored_format(checkpoint, source))
         for name, source in weight_map.tensors.items()
     }

@@ -81,7 +81,7 @@ class IntegerFormat:
         stored = weight.tensors["weight"]
         if self.bits == 8:
             return stored
-        return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)[:, : weight.shape[1]]
+        return unpack_nibbles(stored)[:, : weight.shape[1]]
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         """Return the weight in float32, (N, C)."""
@@ -154,6 +154,11 @@ def pack_nibbles(numbers_NC: torch.Tensor) -> torch.Tensor:
     if columns % 2:
         numbers = torch.nn.functional.pad(numbers, (0, 1), value=_MIDDLE)
     return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return bytes (N, W) as the numbers from 0 to 15 in them, (N, 2 W), the low half first."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
 def common(formats: Sequence[IntegerFormat]) -> IntegerFormat | None:

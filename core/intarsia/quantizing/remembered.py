@@ -13,9 +13,9 @@ import hashlib
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from time import time
 
@@ -24,28 +24,18 @@ from attrs import define, evolve, field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from intarsia.folders import CACHE_VARIABLE, cache_folder
 from intarsia.quantizing.integers import FORMATS
 from intarsia.types import Weight
 
 logger = logging.getLogger("intarsia.quantizing")
 
-#: Names the folder that things are kept in from one start to the next.
-CACHE_VARIABLE = "INTARSIA_CACHE"
 _FORMATS = {weight_format.name: weight_format for weight_format in FORMATS}
 _SUFFIX, _UNFINISHED = ".safetensors", ".unfinished"
 #: A writer that is still at it after so long has died.
 _ABANDONED_S = 3600
 #: What is left free on the disk.
 _RESERVE_BYTES = 1 << 30
-
-
-def weights_folder() -> Path:
-    """Where weights are kept: in INTARSIA_CACHE, else in the user's cache folder."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen) / "weights"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "intarsia" / "weights"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intarsia" / "weights"
 
 
 def digest(*parts: object) -> str:
@@ -80,7 +70,7 @@ class RememberedWeights:
         most_bytes: what all of them may take.
     """
 
-    folder: Path = field(factory=weights_folder)
+    folder: Path = field(factory=partial(cache_folder, "weights"))
     most_bytes: int = 8 << 30
     _complained: bool = field(default=False, init=False)
 

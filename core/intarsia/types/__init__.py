@@ -35,6 +35,9 @@ from intarsia.types.config import (
 )
 from intarsia.types.model import (
     DENSE,
+    EMBED,
+    HEAD,
+    POSITIONS,
     Activation,
     AttentionSpec,
     Checkpoint,
@@ -71,9 +74,12 @@ from intarsia.types.request import (
 __all__ = [
     "AUTO",
     "DENSE",
+    "EMBED",
+    "HEAD",
     "INVARIANCE_ORDER",
     "NONE",
     "PENDING",
+    "POSITIONS",
     "Activation",
     "AttentionSpec",
     "BatchPlan",

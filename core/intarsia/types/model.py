@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 
 
+#: Canonical names of weights that are treated apart; `intarsia.models.weights` lists all.
+EMBED, POSITIONS, HEAD = "embed.weight", "positions.weight", "head.weight"
+
+
 @frozen(cache_hash=True)  # every layer of every step looks its angles up by it
 class RopeSpec:
     """Rotary position embedding over the first `dim` of the head's dimensions (Su et al. 2021, RoFormer).

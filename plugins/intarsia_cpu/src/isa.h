@@ -321,11 +321,6 @@ static INLINE void store_int8(int8_t* target, I value) {
   const B bytes = __builtin_convertvector(value, B);
   memcpy(target, &bytes, sizeof bytes);
 }
-static INLINE F load_int8(const int8_t* source) {
-  B bytes;
-  memcpy(&bytes, source, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, I), F);
-}
 /// Unsigned bytes as ints.
 static INLINE I load_uint8_int(const uint8_t* source) {
   UB bytes;
