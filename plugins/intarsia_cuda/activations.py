@@ -1,0 +1,98 @@
+"""Activations: silu and gelu with and without their gate, and the soft cap; each in one pass, a block a program.
+
+Between what are two ops of torch, numbers are rounded to their dtype, as torch rounds them. On a device the exponential
+is `ex2.approx`, within two units of float32's last place.
+
+Shape legend: T tokens, F ffn, L rows of logits, V vocab.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from intarsia.gpu_kernels import Specialisation, table
+from intarsia_cuda.forms import DTYPES, form, name_of, pointer
+from intarsia_cuda.rounding import rounded, tanh
+
+_BLOCK = 1024
+#: -2 sqrt(2 / pi), and the coefficient of the cube (Hendrycks and Gimpel 2016).
+_GELU_SCALE = tl.constexpr(-1.5957691216057308)
+_GELU_CUBE = tl.constexpr(0.044715)
+
+
+@triton.jit(do_not_specialize=["cap"])
+def activate_kernel(
+    x_ptr: Any, out_ptr: Any, stride: Any, width: Any, cap: Any, OP: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Compute a block of a row; of gated ones the gate is in the first `width` features and up behind it."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    mask = columns < width
+    x = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if OP == "soft_cap":
+        y = rounded(tanh(rounded(tl.div_rn(x, cap), dtype)), dtype) * cap
+    elif OP == "silu_mul":
+        y = x / (1 + tl.exp(-x))
+    else:
+        # x / 2 * (1 + tanh(u)) without the cancellation.
+        y = x / (1 + tl.exp((x + x * x * x * _GELU_CUBE) * _GELU_SCALE))
+    if OP == "silu_mul" or OP == "gelu_tanh_mul":
+        up = tl.load(x_ptr + row * stride + width + columns, mask=mask, other=0.0)
+        y = rounded(y, dtype) * up.to(tl.float32)
+    tl.store(out_ptr + row * width + columns, y.to(dtype), mask=mask)
+
+
+_OPS = ("silu_mul", "gelu_tanh_mul", "gelu_tanh", "soft_cap")
+
+
+def specialisations() -> list[Specialisation]:
+    """Return every form of the activations."""
+    return [
+        form(
+            f"{op}[{dtype}]",
+            activate_kernel,
+            {"x_ptr": pointer(dtype), "out_ptr": pointer(dtype), "stride": "i32", "width": "i32", "cap": "fp32"},
+            {"OP": op, "BLOCK": _BLOCK},
+            everywhere=op == "silu_mul" and dtype == "bfloat16",
+        )
+        for op in _OPS
+        for dtype in DTYPES
+    ]
+
+
+_FORMS = table(specialisations())
+
+
+def _activate(x_TF: torch.Tensor, op: str, *, gated: bool = False, cap: float = 1.0) -> torch.Tensor:
+    if x_TF.stride(-1) != 1 and x_TF.shape[-1] != 1:
+        x_TF = x_TF.contiguous()
+    width = x_TF.shape[1] // 2 if gated else x_TF.shape[1]
+    out = torch.empty((len(x_TF), width), dtype=x_TF.dtype, device=x_TF.device)
+    if out.numel():
+        grid = (len(x_TF), triton.cdiv(width, _BLOCK))
+        _FORMS[f"{op}[{name_of(x_TF)}]"].launch(grid, x_TF, out, x_TF.stride(0), width, float(cap))
+    return out
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, where gate is the first half of the features and up the second."""
+    return _activate(gate_up_T2F, "silu_mul", gated=True)
+
+
+def gelu_tanh_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up, as `silu_mul`, with the tanh form of gelu."""
+    return _activate(gate_up_T2F, "gelu_tanh_mul", gated=True)
+
+
+def gelu_tanh(x_TF: torch.Tensor) -> torch.Tensor:
+    """Return gelu(x) in its tanh form."""
+    return _activate(x_TF, "gelu_tanh")
+
+
+def soft_cap(x_LV: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return cap * tanh(x / cap)."""
+    return _activate(x_LV, "soft_cap", cap=cap)

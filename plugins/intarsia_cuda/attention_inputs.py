@@ -1,0 +1,314 @@
+"""What lies between the product for queries, keys and values and attention, in one kernel: QK norm, RoPE, cache write.
+
+A program takes a few heads, of one token or several: queries, keys and values are read once; queries are written to a
+tensor of their own, keys and values to their slots. `rope` and `cache_write` are the same kernel without the rest.
+
+A head is two halves, whose numbers rotate in pairs, and what is behind them and does not. Between what are two ops of
+torch, numbers are rounded to their dtype, as torch rounds them. A head's bits depend on nothing but the head.
+
+Shape legend: T tokens, H heads, K kv heads, N = H + 2 K heads, D head dim, h half of the rotated dims, P pages,
+S slots a page.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from intarsia.gpu_kernels import Specialisation, table
+from intarsia.protocols import LayerCache
+from intarsia_cuda.forms import DTYPES, form, name_of, pointer
+from intarsia_cuda.rounding import int8_numbers, int8_scale, magnitudes, rounded
+
+#: Largest half that a form holds -> heads a program: 2048 numbers in all.
+_ROWS = {64: 16, 128: 8}
+#: The largest head dim.
+MAX_HEAD_DIM = 2 * max(_ROWS)
+
+
+@triton.jit
+def _normed(x: Any, factor: Any, weight: Any, keeps: Any, dtype: tl.constexpr) -> Any:
+    """Return x * factor * weight with the reference's roundings; rows that `keeps` as they are."""
+    product = rounded(rounded(x * factor, weight.dtype) * weight.to(tl.float32), weight.dtype)
+    return tl.where(keeps, x, rounded(product, dtype))
+
+
+@triton.jit
+def _store(
+    pointers: Any,
+    first: Any,
+    second: Any,
+    rest: Any,
+    lows: Any,
+    half: Any,
+    num_rest: Any,
+    mask: Any,
+    kind: tl.constexpr,
+) -> None:
+    """Write the parts of some heads behind their pointers."""
+    at = pointers[:, None] + lows
+    tl.store(at, first.to(kind), mask=mask & (lows < half))
+    tl.store(at + half, second.to(kind), mask=mask & (lows < half))
+    if num_rest > 0:
+        tl.store(at + 2 * half, rest.to(kind), mask=mask & (lows < num_rest))
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("scale_page_stride", "scale_slot_stride", "scale_head_stride"),
+        *("num_tokens", "num_heads", "num_kv_heads", "num_rest", "page_size", "norms", "rotates"),
+    ]
+)
+def attention_inputs_kernel(
+    q_ptr: Any,
+    k_ptr: Any,
+    v_ptr: Any,
+    out_ptr: Any,
+    q_weight_ptr: Any,
+    k_weight_ptr: Any,
+    cos_ptr: Any,
+    sin_ptr: Any,
+    slots_ptr: Any,
+    keys_ptr: Any,
+    values_ptr: Any,
+    key_scales_ptr: Any,
+    value_scales_ptr: Any,
+    q_token_stride: Any,
+    q_head_stride: Any,
+    k_token_stride: Any,
+    k_head_stride: Any,
+    v_token_stride: Any,
+    v_head_stride: Any,
+    page_stride: Any,
+    slot_stride: Any,
+    kv_head_stride: Any,
+    scale_page_stride: Any,
+    scale_slot_stride: Any,
+    scale_head_stride: Any,
+    num_tokens: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    half: Any,
+    num_rest: Any,
+    page_size: Any,
+    eps: Any,
+    norms: Any,
+    rotates: Any,
+    INT8: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Treat `ROWS` heads, counted through a token's queries, keys and values and then through tokens."""
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = rows // (num_heads + 2 * num_kv_heads), rows % (num_heads + 2 * num_kv_heads)
+    is_there = token < num_tokens
+    is_query, is_value = head < num_heads, head >= num_heads + num_kv_heads
+    kv_head = tl.where(is_value, head - num_heads - num_kv_heads, head - num_heads)
+    lows = tl.arange(0, BLOCK)[None, :]
+    in_half = is_there[:, None] & (lows < half)
+    in_rest = is_there[:, None] & (lows < num_rest)
+
+    key_at = k_ptr + token * k_token_stride + kv_head * k_head_stride
+    value_at = v_ptr + token * v_token_stride + kv_head * v_head_stride
+    query_at = q_ptr + token * q_token_stride + head * q_head_stride
+    at = tl.where(is_query, query_at, tl.where(is_value, value_at, key_at))[:, None] + lows
+    first = tl.load(at, mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=in_half, other=0.0).to(tl.float32)
+    rest = tl.zeros((ROWS, BLOCK), tl.float32)
+    if num_rest > 0:
+        rest = tl.load(at + 2 * half, mask=in_rest, other=0.0).to(tl.float32)
+
+    keeps = is_value[:, None]
+    if norms != 0:
+        squares = tl.sum(first * first + second * second + rest * rest, 1)
+        factor = tl.rsqrt(squares / (2 * half + num_rest) + eps)[:, None]
+        weight_at = tl.where(is_query, q_weight_ptr, k_weight_ptr)[:, None] + lows
+        weight = tl.load(weight_at, mask=in_half & (keeps == 0), other=0.0)
+        first = _normed(first, factor, weight, keeps, dtype)
+        weight = tl.load(weight_at + half, mask=in_half & (keeps == 0), other=0.0)
+        second = _normed(second, factor, weight, keeps, dtype)
+        if num_rest > 0:
+            weight = tl.load(weight_at + 2 * half, mask=in_rest & (keeps == 0), other=0.0)
+            rest = _normed(rest, factor, weight, keeps, dtype)
+    if rotates != 0:
+        angles = (token * half)[:, None] + lows
+        cos = tl.load(cos_ptr + angles, mask=in_half & (keeps == 0), other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angles, mask=in_half & (keeps == 0), other=0.0).to(tl.float32)
+        turned = rounded(rounded(first * cos, dtype) - rounded(second * sin, dtype), dtype)
+        second = tl.where(keeps, second, rounded(rounded(second * cos, dtype) + rounded(first * sin, dtype), dtype))
+        first = tl.where(keeps, first, turned)
+
+    out_at = out_ptr + (token * num_heads + head) * (2 * half + num_rest)
+    _store(out_at, first, second, rest, lows, half, num_rest, (is_there & is_query)[:, None], dtype)
+    # A padded token's slot is -1: nothing is written.
+    is_entry = is_there & (is_query == 0)
+    slot = tl.load(slots_ptr + token, mask=is_entry, other=-1)
+    is_entry = is_entry & (slot >= 0)
+    slot = tl.where(is_entry, slot, 0)
+    page, offset = slot // page_size, slot % page_size
+    place = page * page_stride + offset * slot_stride + kv_head * kv_head_stride
+    entry_at = tl.where(is_value, values_ptr, keys_ptr) + place
+    if INT8:
+        largest = tl.maximum(tl.maximum(magnitudes(first), magnitudes(second)), magnitudes(rest))
+        scale = int8_scale(tl.max(largest, 1))
+        scale_at = page * scale_page_stride + offset * scale_slot_stride + kv_head * scale_head_stride
+        tl.store(tl.where(is_value, value_scales_ptr, key_scales_ptr) + scale_at, scale, mask=is_entry)
+        first = int8_numbers(first, scale[:, None])
+        second = int8_numbers(second, scale[:, None])
+        rest = int8_numbers(rest, scale[:, None])
+    kind: tl.constexpr = keys_ptr.dtype.element_ty
+    _store(entry_at, first, second, rest, lows, half, num_rest, is_entry[:, None], kind)
+
+
+# --- every form that is launched --------------------------------------------------------------------------------------
+
+_ALIGNED = (
+    *("q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"),
+    *("page_stride", "slot_stride", "kv_head_stride"),
+)
+_LOOSE = (
+    *("scale_page_stride", "scale_slot_stride", "scale_head_stride"),
+    *("num_tokens", "num_heads", "num_kv_heads", "num_rest", "page_size", "norms", "rotates"),
+)
+
+
+def _name(dtype: str, weight: str, block: int, *, int8: bool) -> str:
+    return f"attention_inputs[{dtype}, weight {weight}, half {block}{', int8 entries' if int8 else ''}]"
+
+
+def _form(dtype: str, weight: str, block: int, *, int8: bool) -> Specialisation:
+    x, entry = pointer(dtype), "*i8" if int8 else pointer(dtype)
+    order = attention_inputs_kernel.arg_names
+    kinds = {
+        **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "cos_ptr", "sin_ptr"), x),
+        **dict.fromkeys(("q_weight_ptr", "k_weight_ptr"), pointer(weight)),
+        **dict.fromkeys(("keys_ptr", "values_ptr"), entry),
+        **dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32"),
+        **dict.fromkeys((*_ALIGNED, *_LOOSE, "half"), "i32"),
+        "slots_ptr": "*i64",
+        "eps": "fp32",
+    }
+    return form(
+        _name(dtype, weight, block, int8=int8),
+        attention_inputs_kernel,
+        {name: kinds[name] for name in order if name in kinds},
+        {"INT8": int8, "ROWS": _ROWS[block], "BLOCK": block},
+        loose=_LOOSE,
+        everywhere=(dtype, weight, block) == ("bfloat16", "bfloat16", 64),
+    )
+
+
+#: (activations, weight) of the norms: in some models these stay in float32.
+_PAIRS = [*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float32"), ("float16", "float32")]
+
+
+def specialisations() -> list[Specialisation]:
+    """Return every form of the kernel."""
+    return [_form(*pair, block, int8=int8) for pair in _PAIRS for block in _ROWS for int8 in (False, True)]
+
+
+_FORMS = table(specialisations())
+
+
+# --- the ops ----------------------------------------------------------------------------------------------------------
+
+
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """With its last axis in one piece."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def attention_inputs(
+    qkv_TND: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    cache: LayerCache,
+    slots_T: torch.Tensor,
+    order: str,
+) -> torch.Tensor:
+    """Norm and rotate queries and keys, write keys and values to their slots, and return the queries (T, H, D)."""
+    qkv = _dense_rows(qkv_TND)
+    first_value = (num_heads + qkv.shape[1]) // 2
+    q, k, v = qkv[:, :num_heads], qkv[:, num_heads:first_value], qkv[:, first_value:]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _run(q, k, v, out, norms=norms, eps=eps, angles=angles, cache=cache, slots_T=slots_T, order=order)
+    return out
+
+
+def rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + h) of the first 2h dimensions; the others pass."""
+    x = _dense_rows(x_THD)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run(x, x[:, :0], x[:, :0], out, angles=(cos_T1h, sin_T1h))
+    return out
+
+
+def cache_write(
+    keys_TKD: torch.Tensor, values_TKD: torch.Tensor, cache: LayerCache, slots_T: torch.Tensor, order: str
+) -> None:
+    """Write each token's key and value to its slot, or with its scale where entries are int8; slot -1 is nowhere."""
+    k, v = _dense_rows(keys_TKD), _dense_rows(values_TKD)
+    _run(k[:, :0], k, v, k, cache=cache, slots_T=slots_T, order=order)
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+    cache: LayerCache | None = None,
+    slots_T: torch.Tensor | None = None,
+    order: str = "PSKD",
+) -> None:
+    """Launch over all heads; what is not asked for is any tensor of its type."""
+    num_tokens, head_dim = q.shape[0], q.shape[2]
+    num_rows = num_tokens * (q.shape[1] + k.shape[1] + v.shape[1])
+    half = head_dim // 2 if angles is None else angles[0].shape[-1]
+    num_rest = head_dim - 2 * half
+    block = next(block for block in _ROWS if block >= max(half, num_rest))
+    assert k.dtype == v.dtype == q.dtype and k.shape == v.shape and num_rest >= 0
+    if not num_rows:
+        return
+    weights = (q, q) if norms is None else (norms[0].contiguous(), norms[1].contiguous())
+    turns = (q, q) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
+    assert all(angle.dtype == q.dtype for angle in turns), "angles are in the dtype of what they turn"
+    assert norms is None or all(weight.shape == (head_dim,) for weight in weights)
+    name = _name(name_of(q), name_of(weights[0]), block, int8=cache is not None and cache.key_scales is not None)
+    _FORMS[name].launch(
+        (triton.cdiv(num_rows, _ROWS[block]),),
+        *(q, k, v, out, *weights, *turns),
+        *_places(q, cache, slots_T),
+        *(stride for x in (q, k, v) for stride in x.stride()[:2]),
+        *_strides(cache, order),
+        *(num_tokens, q.shape[1], k.shape[1], half, num_rest),
+        1 if cache is None else cache.keys.shape[order.index("S")],
+        *(float(eps), int(norms is not None), int(angles is not None)),
+    )
+
+
+def _places(q: torch.Tensor, cache: LayerCache | None, slots_T: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return slots, keys, values and their scales."""
+    unused = torch.empty(0, dtype=torch.float32, device=q.device)
+    if cache is None or slots_T is None:
+        return [torch.empty(0, dtype=torch.int64, device=q.device), q, q, unused, unused]
+    scales = (cache.key_scales, cache.value_scales)
+    assert cache.keys.stride() == cache.values.stride() and cache.keys.stride(-1) == 1
+    assert cache.keys.dtype in (q.dtype, torch.int8), f"entries are {cache.keys.dtype}"
+    return [slots_T.contiguous(), cache.keys, cache.values, *(unused if s is None else s for s in scales)]
+
+
+def _strides(cache: LayerCache | None, order: str) -> list[int]:
+    """Return how far apart pages, slots and heads are: of entries, then of scales."""
+    axes = [order.index(axis) for axis in "PSK"]
+    found: list[Any] = [None, None] if cache is None else [cache.keys, cache.key_scales]
+    return [0 if tensor is None else int(tensor.stride(axis)) for tensor in found for axis in axes]
