@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 PEERS ?= .peers
+# Where the bundle for a GPU machine lies, and the Python of that machine.
+BUNDLE ?= dist/gpu-bundle
+BUNDLE_PYTHON ?= 3.12
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format docs peers setup clean
+.PHONY: demo test test-slow lint format docs gpu-kernels gpu-bundle gpu-check peers setup clean
 
 demo: setup  ## stream SmolLM2's answer to a question, then figures and the parts that ran
 	$(BIN)/intarsia generate -m smollm2 --chat --temperature 0 --max-tokens 64 --report "What is the capital of France?"
@@ -32,6 +35,15 @@ docs: setup  ## rewrite the generated pages: docs/hooks.md, docs/config.md, docs
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/wire_vectors.py
 
+gpu-kernels: setup  ## compile every form of every Triton kernel, and rewrite docs/gpu-kernels.json; minutes
+	$(BIN)/python docs/gpu_kernels.py
+
+gpu-bundle: setup  ## pack what a GPU machine without a network lacks into dist/gpu-bundle
+	$(BIN)/python -m intarsia_bench.gpu.bundle --python $(BUNDLE_PYTHON) --out $(BUNDLE)
+
+gpu-check:  ## on a GPU machine with that bundle, offline: tests/gpu and the benchmark, at most 8 minutes; gpu-results/
+	$(PYTHON) contrib/intarsia_bench/gpu/bootstrap.py --bundle $(BUNDLE) --checkout . --out gpu-results
+
 peers:  ## other engines for `intarsia bench --peer`, each in a venv of its own under PEERS; about 10 minutes
 	PYTHON="$(PYTHON)" contrib/intarsia_bench/peers/setup.sh "$(PEERS)"
 
@@ -45,4 +57,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist gpu-results

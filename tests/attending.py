@@ -70,8 +70,10 @@ def as_int8(sequence):
     return evolve(sequence, keys=keys, values=values)
 
 
-def attend(part, spec, sequences, *, order="PSKD", page_size=16, scatter=None, cache_dtype=None, **prepared):
-    """Run sequences as one batch; pages are consecutive, or drawn at random with the seed `scatter`.
+def attend(
+    part, spec, sequences, *, order="PSKD", page_size=16, scatter=None, cache_dtype=None, device="cpu", **prepared
+):
+    """Run sequences as one batch on a device; pages are consecutive, or drawn at random with the seed `scatter`.
 
     A cache of the dtype int8 holds what `int8` makes of keys and values.
 
@@ -89,7 +91,7 @@ def attend(part, spec, sequences, *, order="PSKD", page_size=16, scatter=None, c
     dtype = sequences[0].queries.dtype
     size = {"P": sum(counts) + 4, "S": page_size, "K": spec.num_kv_heads, "D": spec.head_dim}
     scaled = cache_dtype == torch.int8
-    cache = LayerTensors.empty(order, size, cache_dtype or dtype, torch.device("cpu"), scaled=scaled)
+    cache = LayerTensors.empty(order, size, cache_dtype or dtype, torch.device(device), scaled=scaled)
     cache.fill(torch.nan)
     for sequence, table in zip(sequences, tables, strict=True):
         first = 0 if spec.window is None else max(0, sequence.start - spec.window + 1) // page_size * page_size
@@ -117,9 +119,9 @@ def attend(part, spec, sequences, *, order="PSKD", page_size=16, scatter=None, c
         window=spec.window,
     )
     layout = CacheLayout(order=order, format="float32", entry_bytes=4, page_size=page_size, groups=(group,))
-    nothing = torch.zeros(0, dtype=torch.int64)
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
     batch = ForwardBatch(
-        ids_T=torch.zeros(bounds[-1], dtype=torch.int64),
+        ids_T=torch.zeros(bounds[-1], dtype=torch.int64, device=device),
         positions_T=nothing,
         slots_T=(nothing,),
         bounds=tuple(bounds),
@@ -130,10 +132,11 @@ def attend(part, spec, sequences, *, order="PSKD", page_size=16, scatter=None, c
     ready = part.prepare(batch, layout)
     batch = evolve(batch, attention=evolve(ready, **prepared) if prepared else ready)
     # As in the runner, queries are a part of a wider tensor: what lies between them is not theirs.
-    wide = torch.full((bounds[-1], spec.num_heads + spec.num_kv_heads, spec.head_dim), torch.nan, dtype=dtype)
+    size = (bounds[-1], spec.num_heads + spec.num_kv_heads, spec.head_dim)
+    wide = torch.full(size, torch.nan, dtype=dtype, device=device)
     wide[:, : spec.num_heads] = torch.cat([s.queries for s in sequences])
     with torch.inference_mode():
-        out = part.attend(wide[:, : spec.num_heads], cache, spec, 0, batch)
+        out = part.attend(wide[:, : spec.num_heads], cache, spec, 0, batch).cpu()
     assert out.shape == (bounds[-1], spec.num_heads, spec.head_dim) and out.dtype == dtype
     return [out[first : first + s.length] for first, s in zip(bounds, sequences, strict=False)]
 
