@@ -47,7 +47,11 @@ def provide_commands() -> list[Provider]:
         "control": "Look after a server on this machine: status, drain, pause, resume, reload, shutdown.",
         "keygen": "Make CURVE key pairs for a server and its clients.",
     }
+    route = "Serve at one address what several servers do, and look after these."
     return [
-        Provider(key=key, summary=summary, build=lazy(f"intarsia_zmq.commands:build_{key}"))
-        for key, summary in summaries.items()
+        *(
+            Provider(key=key, summary=summary, build=lazy(f"intarsia_zmq.commands:build_{key}"))
+            for key, summary in summaries.items()
+        ),
+        Provider(key="route", summary=route, build=lazy("intarsia_zmq.routing.command:build")),
     ]

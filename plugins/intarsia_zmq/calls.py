@@ -133,11 +133,13 @@ class Question:
         frames: encoded.
         since: when it was asked.
         answer: the kind of message that answers it.
+        timeout_s: how long it waits for the answer; None is what all of the connection do.
     """
 
     frames: Frames
     since: float
     answer: str
+    timeout_s: float | None = None
 
 
 def confirmation(request_id: str, seq: int) -> Frames:

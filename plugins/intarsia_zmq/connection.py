@@ -380,7 +380,8 @@ class Connection:
 
     def _give_up(self, now: float) -> None:
         """End what has waited too long: for a session, or for an answer."""
-        late = [name for name, each in self._questions.items() if now - each.since >= self.timeout_s]
+        default, questions = self.timeout_s, self._questions.items()
+        late = [name for name, each in questions if now - each.since >= (each.timeout_s or default)]
         if not self._open:
             calls = (*self._calls.values(), *self._waiting.values())
             late += [call.id for call in calls if now - max(call.since, self._down_since) >= self.timeout_s]

@@ -161,7 +161,7 @@ class Dispatch:
             self._add_deadline(asked.deadline_s, stream.key)
         request = evolve(asked.request, request_id=stream.key)
         client = session.user or session.number
-        self.lifecycle.loop.post(Add(request, client, self._cost(asked), num_bytes))
+        self.lifecycle.loop.post(Add(request, client, self._cost(asked), num_bytes, asked.stream))
         self.events.began(stream.key)
 
     def _check_open(self) -> None:
@@ -220,7 +220,7 @@ class Dispatch:
         if self.lifecycle.failure is not None:
             raise ExecutionError("the engine failed; it answers nothing more")
         assert session.connection is not None
-        self.questions.ask(Asked(session.connection, session.number, message.id, kind), question, num_bytes)
+        self.questions.ask(Asked(session.connection, session.number, message.id, kind), question, num_bytes, message)
 
     def _models(self, session: Session, message: Message, num_bytes: int) -> None:
         del num_bytes
@@ -255,11 +255,15 @@ class Dispatch:
         self.tidy()
 
     def refuse(self, refused: Refused) -> None:
-        """Tell a client that its request never began."""
+        """Tell a client that its request never began, or, where something of it was said, that it ended early."""
         owner = self.sessions.owner(refused.key)
         if owner is None:
             return
         session, stream = owner
+        if stream.seq:
+            for connection, frames in self.sessions.lose(refused.key, refused.error):
+                self.send(connection, frames)
+            return
         self.counts["refused_requests"] += 1
         self.sessions.drop(session, stream)
         self._reply(session, error_message(refused.error, stream.request_id))

@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from attrs import define, field
 
 from intarsia.errors import ExecutionError, IntarsiaError, OverloadedError
-from intarsia.protocols import EngineHandle
+from intarsia.protocols import EngineHandle, Parts
 from intarsia.types import Output
 from intarsia_zmq.admission import Admission
 from intarsia_zmq.errors import InternalError
@@ -119,6 +120,9 @@ class EngineLoop:
         """Bytes of what was posted and waits for the engine."""
         return self._posted_bytes - self.taken_bytes
 
+    def turn(self) -> None:
+        """Do nothing: all work is the thread's own."""
+
     def step_age_s(self, now: float) -> float | None:
         """Return seconds since the last step ended, or since there was something to do; None where nothing is."""
         at = self._progress_at
@@ -134,7 +138,7 @@ class EngineLoop:
             self._report(Stopped())
             return
         try:
-            self._report(Started(engine, engine.explain()))
+            self._report(Started(_described(engine.parts), engine.explain()))
             self._work(engine)
         except BaseException as error:
             self._report(Failed(error))
@@ -326,3 +330,14 @@ class EngineLoop:
     def _report(self, report: Report) -> None:
         self.reports.append(report)
         self.wake()
+
+
+def _described(parts: Parts) -> Mapping[str, Any]:
+    """Return what clients are told of the model, besides its name."""
+    tokenizer = parts.tokenizer
+    return {
+        "family": parts.spec.family,
+        "vocab_size": parts.num_ids,
+        "max_model_len": parts.engine.max_model_len,
+        "chat": tokenizer is not None and tokenizer.spec.chat_template is not None,
+    }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from attrs import frozen
+from attrs import field, frozen
 
 from intarsia.errors import IntarsiaError
 from intarsia.protocols import EngineHandle
 from intarsia.types import Output, Request
 from intarsia_zmq.admission import AdmissionLimits
+from intarsia_zmq.wire import Message
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
@@ -24,12 +26,14 @@ class Add:
         client: whose turn.
         cost: tokens that it may take.
         num_bytes: of the message that it came in.
+        stream: whether its client takes deltas.
     """
 
     request: Request
     client: Hashable
     cost: int
     num_bytes: int
+    stream: bool = True
 
 
 @frozen(eq=False)
@@ -41,11 +45,16 @@ class Cancel:
 
 @frozen(eq=False)
 class Ask:
-    """A question to the engine, answered between steps with an `Answered` of the same `tag`."""
+    """A question to the engine, answered between steps with an `Answered` of the same `tag`.
+
+    Attributes:
+        message: as the client put it, for a loop that has another server answer.
+    """
 
     tag: Any
     question: Callable[[EngineHandle], Any]
     num_bytes: int = 0
+    message: Message = field(factory=lambda: Message(""))
 
 
 @frozen(eq=False)
@@ -74,15 +83,25 @@ Command: TypeAlias = Add | Cancel | Ask | Pause | Admit | Stop
 
 @frozen(eq=False)
 class Started:
-    """The engine is ready."""
+    """What answers requests is ready.
 
-    engine: EngineHandle
+    Attributes:
+        model: family, vocab_size, max_model_len, chat, and where the config does not say it the name.
+        explained: what it is made of.
+    """
+
+    model: Mapping[str, Any]
     explained: Mapping[str, Any]
 
 
 @frozen(eq=False)
+class Halted:
+    """Nothing can run for now; another `Started` says when it can."""
+
+
+@frozen(eq=False)
 class Refused:
-    """A request never began."""
+    """A request never began, or cannot go on."""
 
     key: str
     error: IntarsiaError
@@ -119,4 +138,45 @@ class Stopped:
 
 
 #: The outputs of a step come as a plain list.
-Report: TypeAlias = list[Output] | Started | Refused | Answered | Figures | Failed | Stopped
+Report: TypeAlias = list[Output] | Started | Halted | Refused | Answered | Figures | Failed | Stopped
+
+
+class Loop(Protocol):
+    """What answers a server's requests: an engine on a thread of its own, or a router's replicas.
+
+    The server's thread calls it, and is woken where there are reports.
+
+    Attributes:
+        reports: to be taken from the left.
+        waiting: requests that wait for their turn.
+        waiting_bytes: of what is held until it is answered, or has entered the engine.
+    """
+
+    @property
+    def reports(self) -> deque[Report]: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def waiting_bytes(self) -> int: ...
+
+    def start(self) -> None:
+        """Begin."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end after a `Stop`; return whether it came in time."""
+        ...
+
+    def post(self, command: Command) -> None:
+        """Give a command; it never waits."""
+        ...
+
+    def turn(self) -> None:
+        """Do what is left to the server's thread: called when that is woken, and some times a second."""
+        ...
+
+    def step_age_s(self, now: float) -> float | None:
+        """Return seconds since work was last seen to go on; None where there is none."""
+        ...

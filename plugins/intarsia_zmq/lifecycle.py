@@ -7,8 +7,7 @@ from typing import Any
 
 from attrs import define, field
 
-from intarsia_zmq.engine_loop import EngineLoop
-from intarsia_zmq.handover import Pause
+from intarsia_zmq.handover import Loop, Pause
 
 
 @define(eq=False, kw_only=True)
@@ -16,12 +15,12 @@ class Lifecycle:
     """The server's state, and what changes it. One thread calls it.
 
     Attributes:
-        loop: the engine's.
+        loop: what answers requests.
         clock: seconds.
         alive_timeout_s: with work to do and no step ended for so long, the server is not alive.
     """
 
-    loop: EngineLoop
+    loop: Loop
     clock: Callable[[], float]
     alive_timeout_s: float = 60.0
     started: bool = field(default=False, init=False)

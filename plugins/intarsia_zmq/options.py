@@ -82,3 +82,31 @@ class ZmqOptions:
     kept_events: int = _limit(4096)
     #: the least severe of the server's messages that are logged
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+@frozen(kw_only=True)
+class RouteOptions:
+    """Options of a router, besides those of the sockets that its clients come to."""
+
+    #: which replica a request goes to: where its prefix is cached and load allows, where load is least, or by turns
+    policy: Literal["prefix", "least_loaded", "round_robin"] = "prefix"
+    #: how many tokens of a prompt an answer that runs weighs as much as, where replicas are compared
+    request_tokens: int = _limit(128)
+    #: bytes of one block of a prompt, of which a replica has seen all or nothing
+    block_bytes: int = field(default=128, validator=ge(16))
+    #: blocks of one prompt that are looked at
+    blocks_of_prompt: int = _limit(4096)
+    #: blocks that are remembered of each replica
+    blocks: int = _limit(65536)
+    #: requests that one replica is given at a time; the others wait here, where clients take turns
+    requests_of_replica: int = _limit(256)
+    #: a replica that is out of reach, or answers no ping, for so long is lost
+    lost_after_s: float = _seconds(5.0)
+    #: a replica with work to do that ended no step for so long is lost
+    stuck_after_s: float = _seconds(60.0)
+    #: how long a request may wait while no replica can take it; 0 refuses it at once
+    wait_s: float = field(default=30.0, validator=ge(0))
+    #: how often a request may be sent again after it lost a replica: it may be what they die of
+    replays: int = field(default=3, validator=ge(0))
+    #: give a request without a seed one from here, so that it can be repeated elsewhere
+    seeded: bool = True

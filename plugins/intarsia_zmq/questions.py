@@ -11,8 +11,7 @@ from attrs import define, field, frozen
 from intarsia.errors import InvalidRequestError, OverloadedError
 from intarsia.protocols import EngineHandle
 from intarsia.types import Chat
-from intarsia_zmq.engine_loop import EngineLoop
-from intarsia_zmq.handover import Ask
+from intarsia_zmq.handover import Ask, Loop
 from intarsia_zmq.logprobs import write_ids
 from intarsia_zmq.requests import read_chat
 from intarsia_zmq.verbs import checked
@@ -40,19 +39,19 @@ class Questions:
     """Those that wait. One thread calls it.
 
     Attributes:
-        loop: the engine's.
+        loop: what answers requests.
         of_client: how many of one client may wait.
         waiting_bytes: of all that waits for the engine, requests too.
     """
 
-    loop: EngineLoop
+    loop: Loop
     of_client: int = 16
     waiting_bytes: int = 256 << 20
     #: client -> how many of its wait
     _waiting: Counter[int] = field(factory=Counter, init=False)
 
-    def ask(self, asked: Asked, question: Question, num_bytes: int) -> None:
-        """Hand a question to the engine; an `Answered` with `asked` as its tag follows.
+    def ask(self, asked: Asked, question: Question, num_bytes: int, message: Message) -> None:
+        """Hand a question and its message on; an `Answered` with `asked` as its tag follows.
 
         Raises:
             OverloadedError: as many wait as may.
@@ -61,7 +60,7 @@ class Questions:
             raise OverloadedError(f"{self.of_client} questions of yours wait, as many as may", retry_after_s=RETRY_S)
         self.check_room(num_bytes)
         self._waiting[asked.client] += 1
-        self.loop.post(Ask(asked, question, num_bytes))
+        self.loop.post(Ask(asked, question, num_bytes, message))
 
     def answered(self, asked: Asked) -> None:
         """One waits no more."""

@@ -20,7 +20,7 @@ from intarsia_zmq.control import Control
 from intarsia_zmq.dispatch import Dispatch
 from intarsia_zmq.engine_loop import EngineLoop
 from intarsia_zmq.events import Events
-from intarsia_zmq.handover import Answered, Failed, Figures, Refused, Started, Stop, Stopped
+from intarsia_zmq.handover import Answered, Failed, Figures, Halted, Loop, Refused, Started, Stop, Stopped
 from intarsia_zmq.lifecycle import Lifecycle
 from intarsia_zmq.limits import ServerLimits, SessionLimits, WireLimits
 from intarsia_zmq.messages import Served
@@ -73,18 +73,36 @@ class Server:
         Raises:
             ConfigError: an address cannot be listened to; names the option.
         """
-        clock, waker = time.monotonic, Waker()
-        sessions = _sessions(options, clock)
-        sockets = Sockets.open(options, places, sessions.lost, clock)
-        limits = options.limits
-        admission = AdmissionLimits(waiting=limits.requests, waiting_of_client=limits.requests_of_client)
+        waker = Waker()
         loop = EngineLoop(
             start_engine=start_engine,
             wake=waker.wake,
             ahead=options.engine_queue,
-            admission=Admission(admission, clock),
-            figures=sockets.publisher is not None,
+            admission=Admission(admission_limits(options), time.monotonic),
+            figures=places.events is not None,
         )
+        return cls.around(options, places, model, loop, waker)
+
+    @classmethod
+    def around(
+        cls,
+        options: ZmqOptions,
+        places: Places,
+        model: str,
+        loop: Loop,
+        waker: Waker,
+        control: Callable[..., Control] = Control,
+    ) -> Server:
+        """Bind the sockets around a loop that answers requests, and wakes this thread by `waker`.
+
+        `control` makes what answers the control socket, of the arguments of `Control`.
+
+        Raises:
+            ConfigError: an address cannot be listened to; names the option.
+        """
+        clock, limits = time.monotonic, options.limits
+        sessions = _sessions(options, clock)
+        sockets = Sockets.open(options, places, sessions.lost, clock)
         lifecycle = Lifecycle(loop=loop, clock=clock, alive_timeout_s=options.alive_timeout_s)
         dispatch = Dispatch(
             sessions=sessions,
@@ -95,12 +113,12 @@ class Server:
             send=sockets.data.send,
             allowed=_anybody if sockets.gate is None else _allowing(sockets.gate),
             wire=WireLimits(message_bytes=limits.message_bytes),
-            admission=admission,
+            admission=admission_limits(options),
             max_requests=limits.requests,
         )
-        control = Control(dispatch=dispatch, reread_keys=lambda: server._reread(now=True), wire=CONTROL_LIMITS)
-        server = cls(
-            options=options, sockets=sockets, waker=waker, lifecycle=lifecycle, dispatch=dispatch, control=control
+        made = control(dispatch=dispatch, reread_keys=lambda: server._reread(now=True), wire=CONTROL_LIMITS)
+        server: Server = cls(
+            options=options, sockets=sockets, waker=waker, lifecycle=lifecycle, dispatch=dispatch, control=made
         )
         return server
 
@@ -171,6 +189,7 @@ class Server:
         now, deadline = self._clock(), self._dispatch.next_deadline
         if now >= self._sweep_at or (deadline is not None and now >= deadline):
             self._sweep_at = now + _SWEEP_S
+            self._take_reports()
             if self._sockets.monitor.closed and now >= self._probe_at:
                 self._sockets.monitor.closed, self._probe_at = False, now + _PROBE_S
                 self._dispatch.probe()
@@ -202,6 +221,7 @@ class Server:
     def _take_reports(self) -> None:
         """Take all reports in their order; outputs of steps that follow one another go out together."""
         self._waker.clear()
+        self._lifecycle.loop.turn()
         reports, outputs = self._lifecycle.loop.reports, list[Output]()
         while reports:
             report = reports.popleft()
@@ -215,10 +235,12 @@ class Server:
         if outputs:
             self._dispatch.deliver(outputs)
 
-    def _take_report(self, report: Started | Refused | Answered | Figures | Failed | Stopped) -> None:
+    def _take_report(self, report: Started | Halted | Refused | Answered | Figures | Failed | Stopped) -> None:
         match report:
             case Started():
                 self._started(report)
+            case Halted():
+                self._lifecycle.started = False
             case Refused():
                 self._dispatch.refuse(report)
             case Answered():
@@ -233,18 +255,11 @@ class Server:
                 pass  # the thread is joined when the server closes
 
     def _started(self, started: Started) -> None:
-        parts, dispatch = started.engine.parts, self._dispatch
-        max_len = parts.engine.max_model_len
+        dispatch = self._dispatch
+        model = {**dispatch.served.model, **started.model}
+        max_len = model["max_model_len"]
         assert max_len is not None
-        tokenizer = parts.tokenizer
         dispatch.explained = started.explained
-        model = {
-            **dispatch.served.model,
-            "family": parts.spec.family,
-            "vocab_size": parts.num_ids,
-            "max_model_len": max_len,
-            "chat": tokenizer is not None and tokenizer.spec.chat_template is not None,
-        }
         dispatch.served = evolve(dispatch.served, model=model, composition={"hash": started.explained["hash"]})
         offered = dispatch.sessions.offered
         dispatch.sessions.offered = evolve(offered, prompt_tokens=min(offered.prompt_tokens, max_len))
@@ -300,6 +315,11 @@ class Server:
             how = "WITHOUT KEYS, as insecure = true asks"
         where = ", ".join(f"{name} {address}" for name, address in self.addresses.items())
         log.info("listening %s: %s", how, where)
+
+
+def admission_limits(options: ZmqOptions) -> AdmissionLimits:
+    """Return how many requests may wait, by the options."""
+    return AdmissionLimits(waiting=options.limits.requests, waiting_of_client=options.limits.requests_of_client)
 
 
 def _sessions(options: ZmqOptions, clock: Callable[[], float]) -> Sessions:

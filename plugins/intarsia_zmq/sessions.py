@@ -306,6 +306,12 @@ class Sessions:
             send += self._addressed(session, packed)
         return send
 
+    def lose(self, key: str, error: IntarsiaError) -> list[tuple[bytes, Frames]]:
+        """End one request in flight with an error: nothing runs it any more. Return what to send."""
+        session, stream = self._by_key.pop(key)
+        stream.fail(error)
+        return self._addressed(session, self._due(session, stream))
+
     def sweep(self) -> Swept:
         """Look at the clock: who is gone, who has stayed away too long, which requests have to end. Called often."""
         now, swept = self.clock(), Swept([], [])
