@@ -69,7 +69,12 @@ class _Asked:
     help="Run this one. Repeatable. [default: all]",
 )
 @click.option("--repeat", "repeats", type=click.IntRange(1), default=3, metavar="N", help="Repeats. [default: 3]")
-@click.option("--vs", multiple=True, metavar="PART=KEY", help="Of a second composition, run in turn. Repeatable.")
+@click.option(
+    "--vs",
+    multiple=True,
+    metavar="PART=KEY[;...]",
+    help="Another composition, run in turn: what differs in it. Repeatable.",
+)
 @click.option(
     "--peer",
     "peers",
@@ -300,7 +305,7 @@ def _meter(ours: Sequence[Composition]) -> Meter:
 def _traces(asked: _Asked) -> list[Trace]:
     from intarsia_bench.trace import Trace
 
-    return [Trace() for _ in range(2 if asked.vs else 1)] if asked.plot is not None else []
+    return [Trace() for _ in range(1 + len(asked.vs))] if asked.plot is not None else []
 
 
 def _record(composition: Composition, trace: Trace, asked: _Asked) -> dict[str, list[TracedStep]]:
@@ -325,10 +330,10 @@ def _show_capacity(asked: _Asked, *, wants_json: bool) -> None:
 
     with quietly() as progress:
         found: list[Capacity] = []
-        both = variants(with_memory(asked.config, MEMORY), asked.vs or ("cache=contiguous",))
+        compositions = variants(with_memory(asked.config, MEMORY), asked.vs or ("cache=contiguous",))
         for max_model_len in (longest_request(), None):
-            for name, config in both.items():
-                progress(f"capacity: {name}", len(found), 2 * len(both))
+            for name, config in compositions.items():
+                progress(f"capacity: {name}", len(found), 2 * len(compositions))
                 found.append(capacity(name, config, max_model_len=max_model_len))
     plain = report.capacities(found)
     if wants_json:

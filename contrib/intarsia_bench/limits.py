@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import Factory, define, field, frozen
 
+from intarsia.models.weights import tied_head_quantizers
+from intarsia.types import EMBED
 from intarsia_bench.peers import workloads
 
 if TYPE_CHECKING:
@@ -161,7 +163,7 @@ class ModelCost:
         spec, groups = parts.spec, parts.layout.groups
         embedding = spec.vocab_size * spec.embed_dim
         weight_bytes = parts.weight_bytes
-        if not spec.tied:
+        if not spec.tied or _head_is_apart(parts):
             weight_bytes -= _embedding_bytes(parts)
         layers = []
         for group in groups:
@@ -185,12 +187,22 @@ def _num_linear(layer: LayerSpec, embed_dim: int) -> int:
 
 
 def _embedding_bytes(parts: Parts) -> int:
-    name, shape = "embed.weight", (parts.spec.vocab_size, parts.spec.embed_dim)
-    num_bytes: int = shape[0] * shape[1] * getattr(torch, parts.engine.dtype).itemsize
+    source = parts.weight_map.tensors[EMBED]
+    num_bytes: int = torch.Size(source.shape).numel() * getattr(torch, parts.engine.dtype).itemsize
+    if source.kept is not None:
+        num_bytes = source.kept.num_bytes(source.shape)
     for quantizer in parts.quantizers:
-        if quantizer.accepts(name, shape):
-            num_bytes = quantizer.num_bytes(name, shape)
+        if quantizer.accepts(EMBED, source.shape):
+            num_bytes = quantizer.num_bytes(EMBED, source.shape)
     return num_bytes
+
+
+def _head_is_apart(parts: Parts) -> bool:
+    """Whether a tied head is a weight of its own in memory, quantized apart or packed."""
+    source = parts.weight_map.tensors[EMBED]
+    taken = [quantizer.format for quantizer in parts.quantizers if quantizer.accepts(EMBED, source.shape)]
+    weight_format = taken[-1] if taken else "dense" if source.kept is None else source.kept.name
+    return bool(tied_head_quantizers(parts.quantizers, source.shape)) or parts.ops.packs(weight_format)
 
 
 def _merged(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:

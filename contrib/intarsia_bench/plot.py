@@ -16,7 +16,7 @@ Traces = Mapping[str, Mapping[str, Sequence[TracedStep]]]
 
 _FORMATS = (".png", ".svg")
 #: Told apart by those who see few colours (Okabe and Ito), and by their dashes.
-_STYLES = (("#0072b2", "-"), ("#d55e00", "--"))
+_STYLES = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."), ("#cc79a7", ":"))
 
 
 def check_can_plot(file: Path) -> None:

@@ -36,6 +36,7 @@ def rows(series: Sequence[Series], subjects: Mapping[str, Subject]) -> list[dict
         seconds: of each repeat, in order.
         ratio: of the median to that of the workload's first row.
         ttft_s, itl_s, e2e_s: p50 and p99, for engines of ours.
+        weight_bytes: that a step reads, for engines of ours.
         bound_tokens_per_s, of_bound, read_bytes_per_s, matmul_flops_per_s: the machine's limit, and the measured part
             of it, for engines of ours.
     """
@@ -58,6 +59,7 @@ def _row(series: Series, first: float, subject: Subject | None) -> dict[str, Any
             row[f"{name}_s"] = {key: round(seconds, 6) for key, seconds in figures.items()}
     if subject is not None:
         limit = bound(subject.cost, series.workload, len(series.measurements), subject.limits, subject.dtype)
+        row["weight_bytes"] = subject.cost.weight_bytes
         row["bound_tokens_per_s"] = round(limit, 1)
         row["of_bound"] = round(series.tokens_per_s / limit, 4)
         row["read_bytes_per_s"] = round(subject.limits.bytes_per_s)
@@ -70,7 +72,8 @@ def _row(series: Series, first: float, subject: Subject | None) -> dict[str, Any
 
 def rates_table(measured: Sequence[Mapping[str, Any]]) -> Table:
     """Show rates, ratios, and how far the machine's limit is."""
-    listed = table("workload", "engine", "tokens/s", "min..max", "ratio", "limit", "of limit", whole=("workload",))
+    titles = ("workload", "engine", "tokens/s", "min..max", "ratio", "weights", "limit", "of limit")
+    listed = table(*titles, whole=("workload",))
     before = ""
     for row in measured:
         listed.add_row(
@@ -79,6 +82,7 @@ def rates_table(measured: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['tokens_per_s']:.1f}",
             f"{row['min_tokens_per_s']:.1f}..{row['max_tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}x",
+            f"{row['weight_bytes'] / 1e6:.1f} MB" if "weight_bytes" in row else "",
             f"{row['bound_tokens_per_s']:.1f}" if "bound_tokens_per_s" in row else "",
             f"{100 * row['of_bound']:.0f}%" if "of_bound" in row else "",
         )
@@ -108,6 +112,7 @@ def machine_lines(limits: Limits, threads: int) -> list[str]:
     return [
         f"machine, {threads} threads: reads {limits.bytes_per_s / 1e9:.1f} GB/s; matrix products {peaks} "
         "(the best of all rounds)",
+        "weights: that a step reads",
         "limit: no less time than bytes / read bandwidth, and than operations / matrix peak; see docs/benchmarks.md",
     ]
 

@@ -10,27 +10,32 @@ import attrs
 
 from intarsia.compose import compose
 from intarsia.config import load_config
+from intarsia.errors import ConfigError
 from intarsia.plugins import Registry
 from intarsia.types import CacheOptions
 
 if TYPE_CHECKING:
     from intarsia.types import EngineConfig
 
-#: What our engine is called; the second composition has its differences after it.
+#: What our engine is called; the others have their differences after it.
 OURS = "intarsia"
 
 
 def variants(config: EngineConfig, vs: Sequence[str]) -> dict[str, EngineConfig]:
-    """Return one composition by name, or two.
+    """Return the compositions by name: the first, and one for each of `vs`.
 
     Args:
         config: of the first.
-        vs: `part=key` or `path=value` of the second. Another part has its own options; another cache keeps memory, page
-            size and format.
+        vs: what differs in another composition: `part=key` or `path=value`, several of them with `;` between. Another
+            part has its own options; another cache keeps memory, page size and format.
     """
-    if not vs:
-        return {OURS: config}
-    return {OURS: config, f"{OURS} {' '.join(vs)}": load_config(config, [*vs, *_kept(config, vs)])}
+    found = {OURS: config}
+    for differences in vs:
+        overrides = [part.strip() for part in differences.split(";") if part.strip()]
+        if not overrides:
+            raise ConfigError(f"--vs: {differences!r} names no part; such as scheduler=static")
+        found[f"{OURS} {' '.join(overrides)}"] = load_config(config, [*overrides, *_kept(config, overrides)])
+    return found
 
 
 def _kept(config: EngineConfig, vs: Sequence[str]) -> list[str]:
@@ -56,5 +61,5 @@ def side_by_side(config: EngineConfig, vs: Sequence[str]) -> dict[str, EngineCon
     """Return the compositions with caches of equal bytes: together what the first would take for itself."""
     if vs and config.cache.options.get("memory", "auto") == "auto":
         parts = compose(config, Registry.discover(config.engine.plugins))
-        config = with_memory(config, str(parts.num_pages * parts.layout.page_bytes // 2))
+        config = with_memory(config, str(parts.num_pages * parts.layout.page_bytes // (1 + len(vs))))
     return variants(config, vs)

@@ -19,10 +19,11 @@ import subprocess  # the compiler is found on PATH and its arguments are our own
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from intarsia.errors import ConfigError, PluginError, did_you_mean
 from intarsia.folders import CACHE_VARIABLE, cache_folder
@@ -32,6 +33,8 @@ logger = logging.getLogger("intarsia.cpu")
 #: Forces a path of `PATHS`.
 ISA_VARIABLE = "INTARSIA_CPU_ISA"
 SOURCES = Path(__file__).with_name("src")
+#: What there is to compile; what takes longest first.
+AREAS = ("step", "attention", "linear", "rows")
 #: Libraries kept; the ones that have not been used for longest go.
 _KEPT = 32
 _TIMEOUT_S = 300
@@ -148,24 +151,66 @@ def _load(area: str, path: str, folder: Path) -> ctypes.CDLL:
 
     if sys.platform == "win32":
         raise PluginError("CPU kernels are compiled on Linux and macOS; there is no build of them for Windows")
-    source = SOURCES / f"abi_{area}.cpp"
     command = compiler()
     if command is None:
         raise PluginError("CPU kernels need a C++ compiler, and there is none on PATH; install g++ or set CXX to one")
-    flags = (*_FLAGS, *PATHS[path].flags, *_tuning(path))
-    library = folder / f"{area}-{path}-{_key(source, flags, command)}.so"
     try:
         _prepare(folder)
-        with _locked(folder / f"{library.name}.lock"):
-            if not _intact(library):
-                _compile(area, source, (command, *flags), library)
-                _prune(folder)
-            os.utime(library)
-            return ctypes.CDLL(str(library))
+        build = _Build(area, path, folder, command)
+        if not _intact(build.library):
+            _build_all(build)
+        with build.locked():
+            build.make()  # where another process has pruned it since
+            os.utime(build.library)
+            return ctypes.CDLL(str(build.library))
     except OSError as error:
         raise PluginError(
             f"CPU kernels cannot be kept in {folder}: {error}; set {CACHE_VARIABLE} to a folder of your own"
         ) from error
+
+
+@frozen
+class _Build:
+    """One area's library: where it lies, and how it is made."""
+
+    area: str
+    path: str
+    folder: Path
+    compiler: str
+
+    @property
+    def source(self) -> Path:
+        return SOURCES / f"abi_{self.area}.cpp"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return (self.compiler, *_FLAGS, *PATHS[self.path].flags, *_tuning(self.path))
+
+    @property
+    def library(self) -> Path:
+        return self.folder / f"{self.area}-{self.path}-{_key(self.source, self.command)}.so"
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        return _locked(self.folder / f"{self.library.name}.lock")
+
+    def make(self) -> None:
+        """Compile what is not there or damaged. The caller holds the lock."""
+        if not _intact(self.library):
+            _compile(self)
+            _prune(self.folder)
+
+
+def _build_all(first: _Build) -> None:
+    """Compile all areas side by side: an engine that needs one soon needs the others, whose failures `load` meets."""
+
+    def make(area: str) -> None:
+        one = evolve(first, area=area)
+        with one.locked():
+            one.make()
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        jobs = {area: pool.submit(make, area) for area in dict.fromkeys((*AREAS, first.area))}
+    jobs[first.area].result()
 
 
 def _tuning(path: str) -> tuple[str, ...]:
@@ -179,9 +224,9 @@ def _tuning(path: str) -> tuple[str, ...]:
     return ("-mcpu=native",)
 
 
-def _key(source: Path, flags: tuple[str, ...], command: str) -> str:
+def _key(source: Path, command: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for part in (source.name, *flags, _version(command), _cpu()[0]):
+    for part in (source.name, *command[1:], _version(command[0]), _cpu()[0]):
         digest.update(part.encode() + b"\0")
     for file in (source, *sorted(SOURCES.glob("*.h"))):
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
@@ -230,22 +275,23 @@ def _intact(library: Path) -> bool:
         return False
 
 
-def _compile(area: str, source: Path, command: tuple[str, ...], library: Path) -> None:
-    logger.info("compiling the CPU kernels of %r for %s: some seconds, once", area, library.name.split("-")[1])
+def _compile(build: _Build) -> None:
+    logger.info("compiling the CPU kernels of %r for %s: some seconds, once", build.area, build.path)
     started = perf_counter()
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as scratch:
+    with tempfile.TemporaryDirectory(dir=build.folder, prefix="build-") as scratch:
         built = Path(scratch) / "built.so"
-        arguments = [*command, "-o", str(built), str(source)]
+        arguments = [*build.command, "-o", str(built), str(build.source)]
         try:
             subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)  # noqa: S603
         except (subprocess.SubprocessError, OSError) as error:
-            raise PluginError(f"CPU kernels: {command[0]} cannot compile {source.name}: {_reason(error)}") from error
+            reason = f"{build.compiler} cannot compile {build.source.name}: {_reason(error)}"
+            raise PluginError(f"CPU kernels: {reason}") from error
         digest = Path(scratch) / "digest"
         digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
         # A library without its digest counts as damaged, so either order is safe.
-        built.replace(library)
-        digest.replace(_digest_of(library))
-    logger.info("compiled the CPU kernels of %r in %.1f s", area, perf_counter() - started)
+        built.replace(build.library)
+        digest.replace(_digest_of(build.library))
+    logger.info("compiled the CPU kernels of %r in %.1f s", build.area, perf_counter() - started)
 
 
 def _reason(error: Exception) -> str:

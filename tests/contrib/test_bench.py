@@ -164,12 +164,18 @@ def test_percentiles_are_interpolated_and_a_figure_without_values_is_left_out():
 # --- compositions -----------------------------------------------------------------------------------------------------
 
 
-def test_all_vs_together_make_the_second_composition():
+def test_each_vs_makes_another_composition_of_all_that_it_names():
     config = load_config({"model": "m", "cache": {"use": "paged", "memory": "64MiB", "prefix": False}})
-    both = variants(config, ["scheduler=static", "cache=contiguous", "engine.threads=1"])
-    first, second = both.values()
-    assert list(both) == ["intarsia", "intarsia scheduler=static cache=contiguous engine.threads=1"]
+    found = variants(config, ["scheduler=static; cache=contiguous;engine.threads=1", "quantizer=int8"])
+    first, second, third = found.values()
+    assert list(found) == [
+        "intarsia",
+        "intarsia scheduler=static cache=contiguous engine.threads=1",
+        "intarsia quantizer=int8",
+    ]
     assert first == config
+    assert [choice.use for choice in third.quantizer] == ["int8"]
+    assert third.cache == config.cache
     assert (second.scheduler.use, second.cache.use, second.engine.threads) == ("static", "contiguous", 1)
     assert second.cache.options == {"memory": "64MiB"}  # what every cache has stays, `prefix` does not
     assert variants(config, []) == {"intarsia": config}
@@ -177,7 +183,7 @@ def test_all_vs_together_make_the_second_composition():
 
 def test_a_vs_that_names_the_memory_has_its_way():
     config = load_config({"model": "m", "cache": {"memory": "64MiB"}})
-    second = list(variants(config, ["cache=contiguous", "cache.memory=32MiB"]).values())[1]
+    second = list(variants(config, ["cache=contiguous; cache.memory=32MiB"]).values())[1]
     assert second.cache.options == {"memory": "32MiB"}
 
 
@@ -187,6 +193,8 @@ def test_two_compositions_get_caches_of_equal_bytes(model):
     first, second = side_by_side(config, ["cache=contiguous"]).values()
     assert alone == config
     assert first.cache.options["memory"] == second.cache.options["memory"] != "auto"
+    three = side_by_side(config, ["cache=contiguous", "scheduler=static"]).values()
+    assert len({c.cache.options["memory"] for c in three}) == 1
     given = with_memory(config, "64MiB")
     assert [c.cache.options["memory"] for c in side_by_side(given, ["cache=contiguous"]).values()] == ["64MiB"] * 2
 
@@ -311,6 +319,7 @@ def test_bench_draws_a_picture(model, tmp_path, capsys):
         (["--capacity", "--profile"], "--capacity and --profile stand alone"),
         (["--profile", "--workload", "mixed"], "--capacity and --profile stand alone"),
         (["--repeat", "0"], "0 is not in the range"),
+        (["--vs", " ; "], "--vs: ' ; ' names no part"),
         (["--vs", "scheduler=statik"], "Did you mean 'static'"),
     ],
 )

@@ -95,6 +95,19 @@ def test_a_models_cost_is_counted_from_its_weights(tied, tmp_path):
     assert cost.layers == (LayerCost(flops=3 * 4 * 32, num_bytes=3 * 2 * 2 * 8 * 4),)
 
 
+def test_an_embedding_beside_a_head_of_its_own_is_not_read_by_a_step(tmp_path):
+    """int8 quantizes a copy of the tied embedding as the head, and leaves the embedding as it is."""
+    path, model = tiny_llama(tmp_path, tie=True, hidden=64, heads=4, kv_heads=2, layers=2, ffn=96, vocab=300)
+    base = {"model": str(path), "engine": {"dtype": "float32"}, "cache": {"memory": "64MiB"}}
+    whole = ModelCost.of(compose(load_config(base, ["kernels=torch"]), Registry.discover()))
+    parts = compose(load_config(base, ["kernels=torch", "quantizer=int8"]), Registry.discover())
+    num_bytes = sum(p.numel() * (1 if p.ndim == 2 else 4) for p in model.parameters())
+    cost = ModelCost.of(parts)
+    assert parts.weight_bytes - cost.weight_bytes == 4 * 300 * 64
+    assert num_bytes < cost.weight_bytes < num_bytes * 1.2  # and scales
+    assert whole.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
+
+
 def test_the_meter_keeps_the_best_that_it_saw():
     meter = Meter(("float32", "bfloat16"), buffer_bytes=1 << 20, size=64)
     meter.sample()

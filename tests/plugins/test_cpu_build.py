@@ -21,6 +21,7 @@ def sources(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "abi_small.cpp").write_text(SOURCE % 42)
     monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "AREAS", ("small",))
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     build._load.cache_clear()
     yield folder
@@ -39,6 +40,20 @@ def test_a_library_is_compiled_once_and_found_again(sources, caplog):
     build._load.cache_clear()
     assert build.load("small").answer() == 42
     assert not caplog.text and len(libraries()) == 1
+
+
+def test_the_first_load_compiles_all_areas_side_by_side_and_a_broken_one_fails_alone(sources, monkeypatch):
+    for area, text in (("other", SOURCE % 7), ("broken", "no C++")):
+        (sources / f"abi_{area}.cpp").write_text(text)
+    monkeypatch.setattr(build, "AREAS", ("broken", "small", "other"))
+    assert build.load("small").answer() == 42
+    assert sorted(file.name.split("-")[0] for file in libraries()) == ["other", "small"]
+    with pytest.raises(PluginError, match=r"cannot compile abi_broken\.cpp"):
+        build.load("broken")
+
+
+def test_every_source_is_compiled_with_the_first():
+    assert sorted(build.AREAS) == sorted(file.stem.removeprefix("abi_") for file in build.SOURCES.glob("abi_*.cpp"))
 
 
 def test_other_sources_headers_and_paths_are_other_libraries(sources, monkeypatch):

@@ -99,11 +99,15 @@ constexpr int64_t MAX_BLOCK_ROWS = 96;
 /// Widened weights that several tiles read in turn: so many bytes of them stay in L1.
 constexpr int64_t CHUNK_BYTES = 24 << 10;
 
+/// Bytes of what stands for one panel of outputs: a pair of panels where the layer is gated.
+static inline int64_t unit_bytes(const Linear& layer) { return panel_bytes(layer) * (layer.gated ? 2 : 1); }
+
 /// Products of rows `begin` to `end` (at most MAX_BLOCK_ROWS) with one panel: (rows, PANEL) totals.
 ///
-/// One tile waits for memory: what it needs soon is fetched. Several that widen weights take the columns in chunks, which
-/// are widened once for all of them. Each output's sums are the same either way.
-static void products(const Linear& layer, const Activations& x, Range rows, int64_t panel, float* totals) {
+/// One tile waits for memory: what it needs soon is fetched. Several fetch what lies `next` bytes on, which this thread
+/// reads after this panel. Where they widen weights they take the columns in chunks, which are widened once for all of
+/// them. Each output's sums are the same either way.
+static void products(const Linear& layer, const Activations& x, Range rows, int64_t panel, int64_t next, float* totals) {
   const int64_t num_rows = rows.end - rows.begin;
   const Words words = words_of(layer), wide = widens(words, num_rows) ? widened(words) : words;
   const uint8_t* weights = layer.panels + panel * panel_bytes(layer);
@@ -115,7 +119,6 @@ static void products(const Linear& layer, const Activations& x, Range rows, int6
   alignas(64) uint8_t widened_chunk[CHUNK_BYTES];
   const int64_t columns = columns_a_step(layer), most = max_rows(wide), num_tiles = (num_rows + most - 1) / most;
   const int64_t chunk = words == wide ? layer.ins : CHUNK_BYTES / STEP_BYTES * columns / num_parts(words);
-  const int64_t next_panel = panel_bytes(layer) * (layer.gated ? 2 : 1);
   for (int64_t begin = 0; begin < layer.ins; begin += chunk) {
     const int64_t end = begin + chunk < layer.ins ? begin + chunk : layer.ins;
     const uint8_t* read = weights + begin / columns * step_bytes(words);
@@ -125,9 +128,10 @@ static void products(const Linear& layer, const Activations& x, Range rows, int6
       read = widened_chunk;
     }
     for (int64_t i = 0; i < num_tiles; i++) {
-      // Tiles of even height: 9 rows are 5 and 4. The first three each fetch a third of the next panel.
+      // Tiles of even height: 9 rows are 5 and 4. The first three each fetch a third of what is next; of two, the second
+      // fetches two thirds.
       const Range part = share(num_rows, (int)i, (int)num_tiles);
-      const Ahead ahead{words == wide && i < 3 ? next_panel + 64 * i : 0, false};
+      const Ahead ahead{words == wide && i < 3 ? next + 64 * i : 0, num_tiles == 2 && i == 1};
       const Tile tile{layer, x, rows.begin + part.begin, panel, begin, end, read, ahead, totals + part.begin * PANEL};
       compute_tile(wide, (int)(part.end - part.begin), tile);
     }
@@ -135,10 +139,11 @@ static void products(const Linear& layer, const Activations& x, Range rows, int6
 }
 
 /// Rows `begin` to `end` of one panel (of a pair of panels where the layer is gated).
-static void panel_rows(const Linear& layer, const Activations& x, const Output& out, Range rows, int64_t panel) {
+static void panel_rows(const Linear& layer, const Activations& x, const Output& out, Range rows, int64_t panel,
+                       int64_t next) {
   alignas(64) float totals[MAX_BLOCK_ROWS * PANEL], gates[MAX_BLOCK_ROWS * PANEL];
-  if (layer.gated) products(layer, x, rows, 2 * panel, gates);
-  products(layer, x, rows, layer.gated ? 2 * panel + 1 : panel, totals);
+  if (layer.gated) products(layer, x, rows, 2 * panel, next, gates);
+  products(layer, x, rows, layer.gated ? 2 * panel + 1 : panel, next, totals);
   const float* gate = layer.gated ? gates : nullptr;
   if (out.is_bf16) {
     finish<bf16_t>(layer, out, rows.begin, rows.end - rows.begin, panel, totals, gate);
@@ -153,18 +158,31 @@ static inline int64_t rows_a_block(const Activations& x) {
   return fitting < 16 ? 16 : fitting > MAX_BLOCK_ROWS ? MAX_BLOCK_ROWS : fitting;
 }
 
+/// The units of work that a thread has, of (block of rows, panel), block by block: few rows are split by panels, many by
+/// rows.
+static inline Range units_of(const Linear& layer, int64_t num_blocks, int thread, int num_threads) {
+  return share(num_blocks * ((layer.outs + PANEL - 1) / PANEL), thread, num_threads);
+}
+
 /// This thread's share of a linear layer over rows 0 to `num_rows` of prepared activations. No barrier inside.
+///
+/// `then` is the layer that runs next, or null: what this thread reads of it first is fetched on the way.
 static void linear_part(const Linear& layer, const Activations& x, int64_t num_rows, const Output& out, int thread,
-                        int num_threads) {
+                        int num_threads, const Linear* then = nullptr) {
   const int64_t num_panels = (layer.outs + PANEL - 1) / PANEL;
   const int64_t most = rows_a_block(x), num_blocks = (num_rows + most - 1) / most;
-  // Units of work are (block of rows, panel), block by block: few rows are split by panels, many by rows.
-  const Range units = share(num_blocks * num_panels, thread, num_threads);
+  const Range units = units_of(layer, num_blocks, thread, num_threads);
   const int64_t num_groups = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
   for (int64_t unit = units.begin; unit < units.end; unit++) {
+    const int64_t panel = unit % num_panels, after = (unit + 1) % num_panels;
+    int64_t next = (after - panel) * unit_bytes(layer);
+    if (unit + 1 == units.end && then != nullptr) {
+      const int64_t first = units_of(*then, 1, thread, num_threads).begin;
+      next = then->panels + first * unit_bytes(*then) - (layer.panels + panel * unit_bytes(layer));
+    }
     const Range groups = share(num_groups, (int)(unit / num_panels), (int)num_blocks);
     const int64_t end = groups.end * MAX_ROWS;
-    panel_rows(layer, x, out, {groups.begin * MAX_ROWS, end < num_rows ? end : num_rows}, unit % num_panels);
+    panel_rows(layer, x, out, {groups.begin * MAX_ROWS, end < num_rows ? end : num_rows}, panel, next);
   }
 }
 

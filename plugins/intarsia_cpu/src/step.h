@@ -141,20 +141,20 @@ static void leave(const Step& step, const StepLayer& layer, const StepNorm& norm
   }
 }
 
-/// Run a block's last linear and add its rows to the residual.
+/// Run a block's last linear and add its rows to the residual. `then` is the linear after it.
 template <typename Sync>
 static void finish(const Step& step, const StepLayer& layer, const Linear& linear, uint8_t* rows, const StepNorm& norm,
-                   Phase phase, const Part& part, Sync& sync) {
+                   Phase phase, const Linear* then, const Part& part, Sync& sync) {
   const Activations inputs = inputs_of(step, linear, rows, part, sync);
   const int64_t width = step.model.embed_dim;
   if (norm.weight == nullptr) {
     const float scale = static_cast<float>(layer.residual_scale);
     const Output sum{step.hidden + part.first * width, width, 0, 1, Activation::NONE, scale};
-    linear_part(linear, inputs, part.count, sum, part.thread, part.num_threads);
+    linear_part(linear, inputs, part.count, sum, part.thread, part.num_threads, then);
     sync(phase);
   } else {
     const Output delta{part.work.delta, width, 0, 0, Activation::NONE, 1.0f};
-    linear_part(linear, inputs, part.count, delta, part.thread, part.num_threads);
+    linear_part(linear, inputs, part.count, delta, part.thread, part.num_threads, then);
     sync(phase);
     leave(step, layer, norm, part);
     sync(RESIDUAL);
@@ -170,7 +170,7 @@ static void before_attention(const Step& step, const StepLayer& layer, const Ste
   const Activations inputs = enter(step, layer.attention_norm, layer.qkv, part);
   sync(NORM);
   const Output qkv{part.work.qkv, layer.qkv.outs, 0, 0, Activation::NONE, 1.0f};
-  linear_part(layer.qkv, inputs, part.count, qkv, part.thread, part.num_threads);
+  linear_part(layer.qkv, inputs, part.count, qkv, part.thread, part.num_threads, &layer.out);
   sync(QKV);
   place(step, layer, cache, part);
   sync(PLACE);
@@ -184,20 +184,26 @@ static void widen(const Step& step, const StepLayer& layer, const Part& part, Sy
   sync(NORM);
   const auto activation = layer.activation == ACTIVATION_SILU ? Activation::SILU : Activation::GELU_TANH;
   const Output ffn{part.work.ffn, layer.up.outs, step.is_bf16(), 0, activation, 1.0f};
-  linear_part(layer.up, inputs, part.count, ffn, part.thread, part.num_threads);
+  linear_part(layer.up, inputs, part.count, ffn, part.thread, part.num_threads, &layer.down);
   sync(UP);
 }
 
-/// All after attention: its output into the residual, and the feed-forward.
+/// All after attention: its output into the residual, and the feed-forward. `then` is the next layer's first linear.
 template <typename Sync>
-static void after_attention(const Step& step, const StepLayer& layer, const Part& part, Sync& sync) {
+static void after_attention(const Step& step, const StepLayer& layer, const Linear* then, const Part& part,
+                            Sync& sync) {
   const int64_t width = layer.num_heads * layer.head_dim * step.number_bytes();
   uint8_t* mixed = step.mixed + part.first * width;
   // In a parallel layer the feed-forward reads the residual as it is before attention adds to it.
   if (layer.parallel) widen(step, layer, part, sync);
-  finish(step, layer, layer.out, mixed, layer.attention_post_norm, OUT, part, sync);
+  finish(step, layer, layer.out, mixed, layer.attention_post_norm, OUT, &layer.up, part, sync);
   if (!layer.parallel) widen(step, layer, part, sync);
-  finish(step, layer, layer.down, part.work.ffn, layer.mlp_post_norm, DOWN, part, sync);
+  finish(step, layer, layer.down, part.work.ffn, layer.mlp_post_norm, DOWN, then, part, sync);
+}
+
+/// The linear that runs after layer `index`.
+static const Linear* linear_after(const StepModel& model, int64_t index) {
+  return index + 1 < model.num_layers ? &model.layers[index + 1].qkv : &model.head;
 }
 
 static void layer_by_outputs(const Step& step, int64_t index, const Part& part, Meter& meter) {
@@ -210,7 +216,7 @@ static void layer_by_outputs(const Step& step, int64_t index, const Part& part, 
   attend(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed, part.thread,
          part.num_threads);
   sync(ATTENTION);
-  after_attention(step, layer, part, sync);
+  after_attention(step, layer, linear_after(step.model, index), part, sync);
 }
 
 /// Take blocks of rows, in turn, until none is left.
@@ -235,7 +241,8 @@ static void layer_by_rows(const Step& step, int64_t index, int64_t size, const W
   attend(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed, thread, num_threads);
   step.barrier.wait();
   meter.mark(ATTENTION);
-  each_block(step, step.turns[1], size, work, [&](const Part& part) { after_attention(step, layer, part, sync); });
+  each_block(step, step.turns[1], size, work,
+             [&](const Part& part) { after_attention(step, layer, linear_after(step.model, index), part, sync); });
   step.barrier.wait();
   meter.mark(DOWN);
   if (thread == 0) step.turns[1].store(0, std::memory_order_relaxed);
