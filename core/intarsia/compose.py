@@ -37,6 +37,7 @@ from intarsia.protocols import (
     EngineHandle,
     ExecutorContext,
     FrontendContext,
+    InnerRunner,
     Kernel,
     Kernels,
     LoaderContext,
@@ -46,6 +47,7 @@ from intarsia.protocols import (
     Parts,
     Quantizer,
     RunnerContext,
+    StorageMaker,
 )
 from intarsia.recommended import recommended
 from intarsia.references import find_model
@@ -197,7 +199,8 @@ class _Composer:
             checkpoint=model.checkpoint,
             weight_map=model.weight_map,
             layout=layout,
-            num_pages=cache.num_pages,
+            num_pages=cache.num_page_ids if isinstance(cache, StorageMaker) else cache.num_pages,
+            make_storage=cache.make_storage if isinstance(cache, StorageMaker) else None,
             ops=ops,
             attention=attention,
             quantizers=quantizers,
@@ -406,8 +409,7 @@ class _Composer:
 
             try:
                 cache, placed = self._choose_cache(cache_context, weights, free)
-                runner_context = partial(
-                    RunnerContext,
+                runner_context = self._wrapping(
                     engine=placed.engine,
                     spec=placed.spec,
                     num_ids=placed.num_ids,
@@ -424,6 +426,19 @@ class _Composer:
                 return cache, _ChosenRunner(runner, runner_context), placed.layout
         assert refusal is not None, "orders is never empty"
         raise refusal
+
+    def _wrapping(self, **facts: Any) -> Callable[..., RunnerContext]:
+        """Return what makes a runner's context of these facts: one that can ask for another runner to wrap."""
+
+        def inner(key: str, **weights: Any) -> InnerRunner:
+            context_of = partial(RunnerContext, **facts, **weights)
+            chosen = self.select.pick("runner", Choice(key), context_of, "runner.inner")
+            return InnerRunner(provider=chosen.offer.provider, build=partial(chosen.build, context_of))
+
+        def context(options: Any, **weights: Any) -> RunnerContext:
+            return RunnerContext(**facts, options=options, **weights, inner=partial(inner, **weights))
+
+        return context
 
     def _choose_cache(
         self, context_of: Callable[..., CacheContext], weights: int, free: int

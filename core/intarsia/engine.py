@@ -229,6 +229,8 @@ class Engine:
         """Run one step and return what it brought; empty where there is nothing to do."""
         if not self._unclaimed:
             self._step()
+        elif not self._sequences:
+            self._rest()
         outputs, self._unclaimed = self._unclaimed, []
         return outputs
 
@@ -348,6 +350,19 @@ class Engine:
             self._observers.tell("step_finished", result=result, outputs=tuple(outputs), seconds=seconds)
         for output in outputs:
             self._deliver(output)
+        if not self._sequences:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nothing is left to run: do the cache work that is due, such as giving memory back."""
+        if self._closed is not None:
+            return
+        with self._answerable("cache", "take_moves"):
+            moves = self.parts.cache.take_moves()
+        if moves:
+            with self._answerable("executor", "cache work"):
+                self.parts.executor.submit(BatchPlan(moves=moves))
+                self.parts.executor.collect()
 
     def _begin(self, plan: BatchPlan, now: float) -> None:
         self._check_progress(plan)

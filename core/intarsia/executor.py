@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from attrs import define, evolve, field
@@ -15,7 +16,7 @@ from attrs import define, evolve, field
 from intarsia.drafting import Drafting
 from intarsia.models.cache import TensorCache
 from intarsia.models.weights import load_weights
-from intarsia.protocols import ExecutorContext, Progress, Runner
+from intarsia.protocols import CacheStorage, ExecutorContext, PreparingRunner, Progress, Runner
 from intarsia.sampling import Sampler
 from intarsia.types import (
     PENDING,
@@ -85,7 +86,7 @@ class LocalExecutor:
     _drafting: Drafting | None = field(init=False)
     _num_scratch: int = field(default=0, init=False)
     _runner: Runner | None = field(default=None, init=False)
-    _cache: TensorCache | None = field(default=None, init=False)
+    _cache: CacheStorage | None = field(default=None, init=False)
     _done: deque[StepResult] = field(factory=deque, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -118,16 +119,22 @@ class LocalExecutor:
         self._runner = context.build_runner(weights)
         if self._drafting is not None:
             self._drafting.start(self)
-        self._cache = TensorCache.allocate(context.layout, context.num_pages + self._num_scratch, device)
+        make = context.make_storage or partial(TensorCache.allocate, context.layout)
+        self._cache = make(self._num_pages, device)
         self._warm_up()
+
+    @property
+    def _num_pages(self) -> int:
+        """Pages that sequences or the drafter can hold. The spare one stands behind them."""
+        return self.context.num_pages + self._num_scratch
 
     @property
     def _device(self) -> torch.device:
         return torch.device(self.context.engine.device)
 
     def _warm_up(self) -> None:
-        """Run token 0 in page 0: kernels are chosen and threads started before the first request comes."""
-        pages = tuple((0,) for _ in self.context.layout.groups)
+        """Run token 0 in the spare page: kernels are chosen and threads started before the first request comes."""
+        pages = tuple((self._num_pages,) for _ in self.context.layout.groups)
         row = Row(sequence_id=("", 0), token_ids=(0,), start=0, pages=pages)
         self.all_logits(row)
 
@@ -138,7 +145,8 @@ class LocalExecutor:
         assert self._runner is not None and self._cache is not None, "start() comes first"
         context = self.context
         batch = forward_batch(rows, ids, context.layout, self._device)
-        batch = evolve(batch, attention=context.attention.prepare(batch, context.layout))
+        preparing = self._runner if isinstance(self._runner, PreparingRunner) else context.attention
+        batch = evolve(batch, attention=preparing.prepare(batch, context.layout))
         return batch, self._runner.run(batch, self._cache, range(num_layers or context.spec.num_layers))
 
     def _logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
@@ -223,7 +231,7 @@ class LocalExecutor:
     def take_scratch(self, num_pages: int) -> tuple[int, ...]:
         """Return pages behind the pool."""
         assert self._cache is None, "the cache is made already"
-        first = self.context.num_pages + self._num_scratch
+        first = self._num_pages
         self._num_scratch += num_pages
         return tuple(range(first, first + num_pages))
 
@@ -259,7 +267,10 @@ class LocalExecutor:
         """Drop weights, cache and what the drafter took."""
         if self._drafting is not None:
             self._drafting.stop()
-        self._runner = self._cache = None
+        self._runner = None
+        if self._cache is not None:
+            self._cache.close()
+        self._cache = None
         self._done.clear()
 
 

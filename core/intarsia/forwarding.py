@@ -16,7 +16,7 @@ from intarsia.errors import CheckpointError, CompositionError, ConfigError
 from intarsia.executor import LocalExecutor
 from intarsia.plugins import Registry
 from intarsia.protocols import Parts, Progress
-from intarsia.types import AUTO, NONE, Choice, EngineConfig, Row, Want
+from intarsia.types import AUTO, NONE, BatchPlan, Choice, EngineConfig, Row, Want
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,9 @@ class ComposedModel:
         try:
             found = cache.reserve(_ID, token_ids, len(token_ids))
             assert found == 0, "the cache has room for max_model_len, and nothing is committed to it"
+            if moves := cache.take_moves():
+                self.executor.submit(BatchPlan(moves=moves))
+                self.executor.collect()
             for start, stop in _pieces(first, len(token_ids), chunk):
                 row = Row(
                     sequence_id=_ID,

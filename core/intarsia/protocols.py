@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attrs import Factory, frozen
 
@@ -62,8 +62,10 @@ __all__ = [
     "EngineHandle",
     "Executor",
     "ExecutorContext",
+    "FixedAttention",
     "Frontend",
     "FrontendContext",
+    "InnerRunner",
     "Kernel",
     "Kernels",
     "LayerCache",
@@ -74,6 +76,7 @@ __all__ = [
     "ModelFamily",
     "PartContext",
     "Parts",
+    "PreparingRunner",
     "Progress",
     "Quantizer",
     "Runner",
@@ -83,6 +86,7 @@ __all__ = [
     "SequenceProcessor",
     "SequenceView",
     "StepCost",
+    "StorageMaker",
     "Target",
     "TokenizerView",
     "Verified",
@@ -192,12 +196,28 @@ class RunnerContext(PartContext):
         ops: the named ops, resolved for device, dtype and weight formats.
         attention: the attention backend.
         weights: canonical name -> weight or tensor; empty while `fit` is asked, since weights load later.
+        inner: for a runner that wraps another: returns the one of a key, or with `auto` the best that is no wrapper;
+            raises as composition does. None for the runner that is wrapped.
     """
 
     layout: CacheLayout
     ops: Any
     attention: AttentionBackend
     weights: Mapping[str, Weight | torch.Tensor] = Factory(dict)
+    inner: Callable[[str], InnerRunner] | None = None
+
+
+@frozen(kw_only=True)
+class InnerRunner:
+    """A runner that another wraps.
+
+    Attributes:
+        provider: who offers it.
+        build: makes it around the weights of the wrapper's context.
+    """
+
+    provider: Provider
+    build: Callable[[], Runner]
 
 
 @frozen(kw_only=True)
@@ -208,12 +228,13 @@ class ExecutorContext(PartContext):
         checkpoint: the model's files, opened.
         weight_map: which of their tensors make the model's.
         layout: how the cache lies.
-        num_pages: how many pages it has.
+        num_pages: how many pages page tables can name, from 0 on.
         attention: the attention backend, which prepares once a step.
         quantizers: what weights go through as they load, in order.
         build_runner: makes the chosen runner around loaded weights.
         drafter: None where nothing is drafted.
         logits_processors: what logits go through before a token is chosen, in order.
+        make_storage: makes the cache's tensors where the allocator does so itself, see `StorageMaker`; else None.
     """
 
     checkpoint: Checkpoint
@@ -226,6 +247,7 @@ class ExecutorContext(PartContext):
     build_runner: Callable[[Mapping[str, Weight | torch.Tensor]], Runner]
     drafter: Drafter | None
     logits_processors: tuple[LogitsProcessor, ...]
+    make_storage: Callable[[int, torch.device], CacheStorage] | None = None
 
 
 @frozen(kw_only=True)
@@ -384,6 +406,26 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class FixedAttention(Protocol):
+    """What an attention backend can do besides, so that a CUDA graph can hold it: decode over fixed buffers."""
+
+    def prepare_fixed(self, batch: ForwardBatch, layout: CacheLayout, max_len: int) -> Any:
+        """Prepare rows of one token each, as `prepare` does, so that steps differ only in what tensors hold.
+
+        Shapes, and all that is no tensor, depend on the number of rows, the layout and `max_len` alone. With such
+        metadata `attend` launches the same kernels with the same arguments each time, and the host waits for nothing.
+        The metadata has a method `refill(other)`, which takes the numbers of a later step's into its own tensors: those
+        that the graph reads. `attend` may read the batch's tensors too, and nothing else of it.
+
+        Args:
+            batch: rows of one token each. Some may be padding, of position 0 in the spare page.
+            layout: of the cache.
+            max_len: no row has more tokens, its own included.
+        """
+        ...
+
+
 class LayerCache(Protocol):
     """One layer's tensors of the cache, in the layout's order.
 
@@ -424,9 +466,17 @@ class CacheStorage(Protocol):
         """Do a plan's cache work, in order."""
         ...
 
+    def fill(self, value: float) -> None:
+        """Set every entry that has memory: of quantized ones the scale, to a number of 1. For tests."""
+        ...
+
     @property
     def num_bytes(self) -> int:
         """Bytes it holds."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; nothing reads it any more. Safe to call twice."""
         ...
 
 
@@ -445,6 +495,15 @@ class Runner(Protocol):
 
     def logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
         """Return fp32 logits (L, V) of the tokens at these indices of the residual stream."""
+        ...
+
+
+@runtime_checkable
+class PreparingRunner(Protocol):
+    """What a runner can do besides: decide what is prepared for a step, in the attention backend's place."""
+
+    def prepare(self, batch: ForwardBatch, layout: CacheLayout) -> Any:
+        """Return what the batch of the next `run` holds in `attention`."""
         ...
 
 
@@ -562,6 +621,32 @@ class CacheAllocator(Protocol):
 
     def stats(self) -> CacheStats:
         """Return the books' figures."""
+        ...
+
+
+@runtime_checkable
+class StorageMaker(Protocol):
+    """What a cache allocator can do besides: make the storage that its page tables are for.
+
+    Such an allocator can name more pages than have memory at once, and says in its moves which have.
+    """
+
+    @property
+    def num_page_ids(self) -> int:
+        """How many pages its tables can name, from 0 on."""
+        ...
+
+    def make_storage(self, num_pages: int, device: torch.device) -> CacheStorage:
+        """Return one rank's tensors.
+
+        Args:
+            num_pages: `num_page_ids`, and behind these the pages that a drafter took, which always have memory. So has
+                the spare page behind them all.
+            device: where the memory is.
+
+        Raises:
+            ExecutionError: the device refuses.
+        """
         ...
 
 

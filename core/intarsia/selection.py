@@ -203,7 +203,13 @@ class Selector:
         return self._built[slot]  # type: ignore[no-any-return]
 
     def choose(self, slot: str, choice: Choice, context_of: ContextOf, path: str = "", because: str = "") -> Chosen:
-        """Choose the part of a slot, and record why; `one` describes the arguments.
+        """Choose the part of a slot, and record why; arguments and errors are those of `pick`."""
+        chosen = self.pick(slot, choice, context_of, path, because)
+        self.chosen.append(chosen)
+        return chosen
+
+    def pick(self, slot: str, choice: Choice, context_of: ContextOf, path: str = "", because: str = "") -> Chosen:
+        """Return the part of a slot that fits a choice best, with the reason; `one` describes the arguments.
 
         Raises:
             ConfigError: there is no such part, or its options are wrong.
@@ -214,19 +220,16 @@ class Selector:
         path = path or config_path(slot)
         if choice.use == AUTO:
             candidates = [self._try(offer, choice, path, context_of) for offer in self._offers(slot)]
-            chosen = _best(candidates, choice, path, self.registry.left_out)
-        else:
-            named = self._try(self.registry.find(slot, choice.use), choice, path, context_of)
-            if isinstance(named.fit, ConfigError):
-                raise named.fit
-            if isinstance(named.fit, Unfit):
-                others = ", ".join(c.key for c in self._fitting(slot, path, context_of)) or "nothing that is installed"
-                raise UnfitError(
-                    f"{path}: {choice.use!r} cannot be used here: {named.fit.reason}. What fits: {others}.", field=path
-                )
-            chosen = named.chosen(AUTO if because else "config", because or named.fit.reason)
-        self.chosen.append(chosen)
-        return chosen
+            return _best(candidates, choice, path, self.registry.left_out)
+        named = self._try(self.registry.find(slot, choice.use), choice, path, context_of)
+        if isinstance(named.fit, ConfigError):
+            raise named.fit
+        if isinstance(named.fit, Unfit):
+            others = ", ".join(c.key for c in self._fitting(slot, path, context_of)) or "nothing that is installed"
+            raise UnfitError(
+                f"{path}: {choice.use!r} cannot be used here: {named.fit.reason}. What fits: {others}.", field=path
+            )
+        return named.chosen(AUTO if because else "config", because or named.fit.reason)
 
     def build(self, chosen: Chosen, context_of: ContextOf) -> Any:
         """Build what was chosen, for parts after it to require; raises as `Chosen.build` does."""

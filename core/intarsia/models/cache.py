@@ -118,6 +118,9 @@ class TensorCache:
         for layer in self.layers:
             layer.fill(value)
 
+    def close(self) -> None:
+        """Do nothing: memory goes with the tensors."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes reserved."""

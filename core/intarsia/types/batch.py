@@ -77,9 +77,13 @@ class Entered:
 
 @frozen
 class CacheMove:
-    """Work on pages before a step: copy `source` to `target`, zero `target`, or swap between device and host."""
+    """Work on pages before a step: copy `source` to `target`, zero `target`, or swap between device and host.
 
-    kind: Literal["copy", "zero", "swap_out", "swap_in"]
+    Of a cache whose pages have memory only while they are used, `map` and `unmap` give memory to, and take it from,
+    the `target`-th granule of a group's addresses: a granule is the least that the device maps.
+    """
+
+    kind: Literal["copy", "zero", "swap_out", "swap_in", "map", "unmap"]
     target: int
     source: int = -1
     group: int = 0
