@@ -73,7 +73,7 @@ def measure(model: Path, stages: int, microbatches: int, num_steps: int = _NUM_S
 
     config = {
         "model": str(model),
-        "engine": {"dtype": "float32", "threads": 1, "max_model_len": 128},
+        "engine": {"dtype": "float32", "threads": 1, "max_model_len": 128, "plugins": {"block": ["cpu"]}},
         "cache": {"memory": "8MiB"},
         "scheduler": "inflight",
         "runner": {"use": "sleeping", "stage_s": STAGE_S},
