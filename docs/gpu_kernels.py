@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -81,11 +81,11 @@ def work(task: Task) -> Outcome:
     return Outcome(task, astuple(taken), faults(task.capability, taken))
 
 
-def compiled(chosen: Iterable[Task]) -> list[Outcome]:
+def compiled(chosen: Iterable[Task]) -> Iterator[Outcome]:
     """Compile in a few processes; the outcomes are in order."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
-        return list(pool.map(work, chosen))
+        yield from pool.map(work, chosen)
 
 
 def gathered(outcomes: Iterable[Outcome]) -> Found:
@@ -143,7 +143,10 @@ def main(arguments: list[str] | None = None) -> int:
             first = {task.name: task for task in reversed(listed)}
             listed = list(reversed(first.values()))[: options.first]
         chosen += listed
-    outcomes = compiled(chosen)
+    outcomes = []
+    for outcome in compiled(chosen):
+        outcomes.append(outcome)
+        print(f"{outcome.task}: {list(outcome.numbers) or outcome.faults[0]}", flush=True)
     versions: dict[str, Found] = json.loads(options.path.read_text())["triton"] if options.path.exists() else {}
     triton, found = version("triton"), gathered(outcomes)
     wrong = [f"{one.task}: {fault}" for one in outcomes for fault in one.faults]

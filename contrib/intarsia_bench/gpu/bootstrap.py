@@ -34,7 +34,7 @@ def find_device() -> None:
         import torch
     except ImportError as error:
         raise RefusalError(
-            f"no CUDA device: {sys.executable} has no torch ({error}); name one: make PYTHON=..."
+            f"no CUDA device: {sys.executable} has no torch ({error}); run it with a Python that has"
         ) from None
     if not torch.cuda.is_available():
         built = torch.version.cuda

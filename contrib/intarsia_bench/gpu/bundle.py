@@ -28,8 +28,8 @@ from intarsia.errors import ConfigError
 NAME = "intarsia"
 #: What the machine brings.
 PROVIDED = frozenset({"torch", "triton"})
-#: What tests and the peer need, beside our own dependencies.
-EXTRAS = ("hypothesis", "pytest", "pytest-timeout", "transformers")
+#: What tests need, beside our own dependencies. The peer, transformers, would not fit: it is used where it is there.
+EXTRAS = ("hypothesis", "pytest", "pytest-timeout")
 #: Bytes that a whole bundle may have.
 LIMIT = 60_000_000
 #: What of the checkout goes along.
@@ -135,11 +135,11 @@ def _commit(source: Path) -> str:
 def collect_wheels(source: Path, folder: Path, python: str) -> list[dict[str, str]]:
     """Put our wheel and those of its dependencies into a folder; return the manifest's entries."""
     needs = closure(target(python))
-    _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source))
+    _pip("wheel", "-qq", "--no-deps", "--wheel-dir", str(folder), str(source))
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
     pins = [f"{name}=={version}" for name, (version, _) in sorted(needs.items())]
     options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
-    _pip("download", "--quiet", *options, "--dest", str(folder), *pins)
+    _pip("download", "-qq", *options, "--dest", str(folder), *pins)
     entries = []
     for wheel in sorted(folder.glob("*.whl")):
         name, version, *_ = parse_wheel_filename(wheel.name)
