@@ -266,7 +266,8 @@ def _show_rates(asked: _Asked, *, wants_json: bool) -> None:
         write(json.dumps(measured, indent=2) + "\n")
         return
     show_all(report.rates_table(measured), report.latencies_table(measured))
-    for line in (*report.machine_lines(meter.limits, threads), *DEFINITIONS.values()):
+    machine = (*report.device_lines(meter.device), *report.machine_lines(meter.limits, threads))
+    for line in (*machine, *DEFINITIONS.values()):
         write(line + "\n")
 
 

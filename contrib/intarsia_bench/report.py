@@ -106,6 +106,15 @@ def latencies_table(measured: Sequence[Mapping[str, Any]]) -> Table:
     return listed
 
 
+def device_lines(device: str) -> list[str]:
+    """Say what a GPU is by its driver, beside what it was seen to do; nothing of CPUs."""
+    if device == "cpu":
+        return []
+    from intarsia_cuda.device import device_facts
+
+    return [device_facts(device).line()]
+
+
 def machine_lines(limits: Limits, threads: int) -> list[str]:
     """Say what the machine was seen to do."""
     peaks = ", ".join(f"{flops / 1e9:.0f} GFLOP/s in {dtype}" for dtype, flops in limits.flops_per_s.items())

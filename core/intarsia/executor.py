@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -144,10 +145,12 @@ class LocalExecutor:
         """Run rows with these ids through the first layers, or all; return the batch and the residual stream (T, E)."""
         assert self._runner is not None and self._cache is not None, "start() comes first"
         context = self.context
-        batch = forward_batch(rows, ids, context.layout, self._device)
-        preparing = self._runner if isinstance(self._runner, PreparingRunner) else context.attention
-        batch = evolve(batch, attention=preparing.prepare(batch, context.layout))
-        return batch, self._runner.run(batch, self._cache, range(num_layers or context.spec.num_layers))
+        with self._marked("prepare"):
+            batch = forward_batch(rows, ids, context.layout, self._device)
+            preparing = self._runner if isinstance(self._runner, PreparingRunner) else context.attention
+            batch = evolve(batch, attention=preparing.prepare(batch, context.layout))
+        with self._marked("layers"):
+            return batch, self._runner.run(batch, self._cache, range(num_layers or context.spec.num_layers))
 
     def _logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
         assert self._runner is not None, "start() comes first"
@@ -159,9 +162,17 @@ class LocalExecutor:
         batch, hidden = self._run((row,), (row.token_ids,))
         return self._logits(hidden, torch.arange(len(row.token_ids), device=batch.ids_T.device))
 
+    def _marked(self, name: str) -> AbstractContextManager[None]:
+        """Mark what is done under this name as an NVTX range, where a config asks for that."""
+        return torch.cuda.nvtx.range(name) if getattr(self.context.options, "nvtx", False) else nullcontext()
+
     @torch.inference_mode()
     def submit(self, plan: BatchPlan) -> None:
         """Run the step."""
+        with self._marked(f"step: {len(plan.rows)} rows, {plan.num_tokens} tokens"):
+            self._step(plan)
+
+    def _step(self, plan: BatchPlan) -> None:
         assert not self._done, "one step is in flight at most"
         assert self._cache is not None, "start() comes first"
         self._meet(plan)
@@ -174,7 +185,8 @@ class LocalExecutor:
         # Before tokens are chosen, which adds them to what the sampler knows.
         scores = [self._score(row, first, hidden) for row, first in zip(plan.rows, batch.bounds, strict=False)]
         given = self._drafting.probabilities(plan.rows) if self._drafting is not None else {}
-        results = self._sampler.choose(plan.rows, self._logits(hidden, batch.logits_L), given)
+        with self._marked("choose"):
+            results = self._sampler.choose(plan.rows, self._logits(hidden, batch.logits_L), given)
         scored = [_with_scores(result, found) for result, found in zip(results, scores, strict=True)]
         self._done.append(self._finish(plan.rows, scored, time.perf_counter() - begun))
 

@@ -10,7 +10,7 @@ import attrs
 
 from intarsia.config import as_dict, fingerprint
 from intarsia.invariance import promises
-from intarsia.machine import free_memory
+from intarsia.machine import device_facts, free_memory
 from intarsia.models.weights import num_parameters
 from intarsia.ops import ANY_FORMAT
 from intarsia.protocols import Parts, Selection
@@ -27,6 +27,7 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
     Keys:
         model: what runs.
         engine: the shared options as resolved.
+        device: what the GPU is, see `intarsia.machine.device_facts`; empty on CPUs.
         parts: slot -> key, provider, asked_by, reason, options; a slot with several parts lists them under `all`.
         ops: op -> the key of who implements it.
         formats: weight format -> who reads it, and whether it pays here, see `weight_formats`.
@@ -42,6 +43,7 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
     report: dict[str, Any] = {
         "model": _model(config, parts),
         "engine": _plain(attrs.asdict(parts.engine)),
+        "device": device_facts(parts.engine.device),
         "parts": _parts(parts, formats),
         "ops": {name: choice.source for name, choice in parts.ops.choices.items()},
         "formats": formats,
@@ -57,8 +59,8 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
 
 
 def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is no part of what the engine is: free memory, and why one part was preferred to others."""
-    kept = {key: value for key, value in report.items() if key not in ("memory", "parts")}
+    """Leave out what is no part of what the engine is: machine, free memory, why one part was preferred to others."""
+    kept = {key: value for key, value in report.items() if key not in ("device", "memory", "parts")}
     parts = {slot: part.get("all", [part]) for slot, part in report["parts"].items()}
     chosen = {slot: [{k: v for k, v in one.items() if k != "reason"} for one in each] for slot, each in parts.items()}
     return kept | {"parts": chosen}

@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -75,6 +76,34 @@ def free_memory(device: str) -> int:
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     limits = [left for group in _groups("memory") if (left := _memory_left(group)) is not None]
     return min([int(psutil.virtual_memory().available), *limits])
+
+
+def device_facts(device: str) -> dict[str, Any]:
+    """Return what a GPU is, as plain data; empty for CPUs.
+
+    Keys:
+        name: of the device.
+        capability: compute capability, such as `9.0`.
+        sms: streaming multiprocessors.
+        shared: bytes of shared memory of one of them.
+        l2: bytes of the cache before memory.
+        memory: bytes.
+        bytes_per_s: of memory at its peak, clock x bus width x 2 for double data rate; None where it is not told.
+    """
+    if device == "cpu":
+        return {}
+    found = torch.cuda.get_device_properties(torch.device(device))
+    # In kilohertz and bits. Drivers may say 0, and torch may not ask.
+    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "sms": found.multi_processor_count,
+        "shared": found.shared_memory_per_multiprocessor,
+        "l2": found.L2_cache_size,
+        "memory": found.total_memory,
+        "bytes_per_s": clock * 1e3 * 2 * width / 8 if clock > 0 and width > 0 else None,
+    }
 
 
 # --- containers -------------------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ def drafter(key="guess", **fields) -> Provider:
 def test_a_report_is_strict_json_and_says_who_is_there_and_why(model):
     report = report_of(model, scheduler={"use": "static", "max_batch": 3}, attention="sdpa")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    assert set(report) == {"model", "engine", "parts", "ops", "formats", "sampling", "memory", "invariance", "hash"}
+    kept = {"model", "engine", "device", "parts", "ops", "formats", "sampling", "memory", "invariance", "hash"}
+    assert set(report) == kept and report["device"] == {}, "of a CPU nothing is told"
     assert all({"key", "provider", "asked_by", "reason", "options"} <= set(part) for part in report["parts"].values())
     scheduler = report["parts"]["scheduler"]
     assert (scheduler["key"], scheduler["asked_by"]) == ("static", "config")
@@ -265,3 +266,30 @@ def test_the_plan_is_what_the_tensors_take(tmp_path, dtype, tie):
         assert plan["total"] == plan["weights"] + plan["cache"] + plan["spare"]
         assert plan["layout"] == {"order": "PSKD", "format": dtype, "groups": 1}
         assert plan["free"] > 0
+
+
+# --- the device -------------------------------------------------------------------------------------------------------
+
+H200 = {
+    "name": "NVIDIA H200",
+    "capability": "9.0",
+    "sms": 132,
+    "shared": 233472,
+    "l2": 50 << 20,
+    "memory": 140 << 30,
+    "bytes_per_s": 4.917e12,
+}
+
+
+@pytest.mark.parametrize(("speed", "says"), [(4.917e12, "4.92 TB/s at most"), (None, "a bandwidth that is not told")])
+def test_a_gpu_has_a_line_of_its_own_and_no_part_in_the_hash(model, monkeypatch, speed, says):
+    from intarsia.cli.explain import _device
+
+    plain = report_of(model)
+    told = H200 | {"bytes_per_s": speed}
+    monkeypatch.setattr("intarsia.explain.device_facts", lambda _: told)
+    report = report_of(model)
+    assert report["device"] == told and report["hash"] == plain["hash"]
+    ((name, line),) = _device(report["device"])
+    assert name == "device" and line.startswith("NVIDIA H200: compute capability 9.0, 132 SMs") and line.endswith(says)
+    assert _device({}) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from intarsia import machine
 from intarsia.errors import CompositionError, ConfigError
-from intarsia.machine import free_memory, resolve_device, resolve_dtype, resolve_threads
+from intarsia.machine import device_facts, free_memory, resolve_device, resolve_dtype, resolve_threads
 from intarsia.types import parse_bytes
 
 GIB = 1 << 30
@@ -204,3 +205,44 @@ def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="is not a size such as 2GiB") as caught:
         parse_bytes(text)
     assert len(str(caught.value)) < 200
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _h200(**changes):
+    told = {
+        "name": "NVIDIA H200",
+        "major": 9,
+        "minor": 0,
+        "multi_processor_count": 132,
+        "shared_memory_per_multiprocessor": 233472,
+        "L2_cache_size": 50 << 20,
+        "total_memory": 140 << 30,
+        "memory_clock_rate": 3201000,
+        "memory_bus_width": 6144,
+    }
+    return SimpleNamespace(**{name: value for name, value in (told | changes).items() if value is not ...})
+
+
+def test_a_gpu_is_told_of_as_plain_data(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _h200(name=f"GPU {device.index}"))
+    assert device_facts("cuda:1") == {
+        "name": "GPU 1",
+        "capability": "9.0",
+        "sms": 132,
+        "shared": 233472,
+        "l2": 50 << 20,
+        "memory": 140 << 30,
+        "bytes_per_s": 3.201e9 * 2 * 768,
+    }
+
+
+@pytest.mark.parametrize("untold", [{"memory_clock_rate": 0}, {"memory_bus_width": 0}, {"memory_clock_rate": ...}])
+def test_a_bandwidth_that_is_not_told_is_none(monkeypatch, untold):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _h200(**untold))
+    assert device_facts("cuda")["bytes_per_s"] is None
+
+
+def test_a_cpu_is_no_gpu():
+    assert device_facts("cpu") == {}

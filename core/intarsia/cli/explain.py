@@ -63,6 +63,7 @@ def _facts(report: dict[str, Any], layout: CacheLayout) -> Table:
     for name, fact in (
         ("model", _model(report["model"])),
         ("engine", _engine(report["engine"])),
+        *_device(report["device"]),
         *_memory(report["memory"], layout),
         ("ops", _ops(report["ops"])),
         ("sampling", _sampling(report["sampling"])),
@@ -105,6 +106,20 @@ def _engine(engine: dict[str, Any]) -> str:
         f"{engine['device']}, {engine['dtype']}, {threads} {'thread' if threads == 1 else 'threads'}, "
         f"{engine['max_model_len']} tokens a sequence at most"
     )
+
+
+def _device(device: dict[str, Any]) -> list[tuple[str, str]]:
+    if not device:
+        return []
+    speed = device["bytes_per_s"]
+    return [
+        (
+            "device",
+            f"{device['name']}: compute capability {device['capability']}, {device['sms']} SMs with "
+            f"{size(device['shared'])} of shared memory each, L2 {size(device['l2'])}, memory {size(device['memory'])} "
+            f"at {'a bandwidth that is not told' if speed is None else f'{speed / 1e12:.2f} TB/s at most'}",
+        )
+    ]
 
 
 def _memory(memory: dict[str, Any], layout: CacheLayout) -> list[tuple[str, str]]:

@@ -117,4 +117,14 @@ def provide_schedulers() -> list[Provider]:
 @hookimpl
 def provide_executors() -> list[Provider]:
     """This process."""
-    return [Provider(key="local", summary="this process, one device", build=lazy("intarsia.executor:build"))]
+    from intarsia.defaults.local import LocalOptions, fit
+
+    return [
+        Provider(
+            key="local",
+            summary="this process, one device",
+            options=LocalOptions,
+            fit=fit,
+            build=lazy("intarsia.executor:build"),
+        )
+    ]

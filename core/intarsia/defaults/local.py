@@ -1,0 +1,24 @@
+"""What a config says of the executor `local`."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from intarsia.protocols import ExecutorContext
+from intarsia.types import Fit, Unfit
+
+
+@frozen(kw_only=True)
+class LocalOptions:
+    """Options of the executor `local`."""
+
+    #: mark steps, and what they are made of, as NVTX ranges: Nsight Systems shows them beside a GPU's kernels
+    nvtx: bool = False
+
+
+def fit(context: ExecutorContext) -> Fit | Unfit:
+    """Every device; ranges on NVIDIA GPUs."""
+    device = context.engine.device
+    if context.options.nvtx and not device.startswith("cuda"):
+        return Unfit(f"executor.nvtx marks ranges beside the kernels of NVIDIA GPUs, and the engine runs on {device}")
+    return Fit(10)
