@@ -12,7 +12,9 @@ from typing import Any, get_args
 import torch
 from attrs import define, evolve, frozen
 
-from intarsia.config import load_config
+from intarsia.choosing import build_choosing
+from intarsia.config import as_dict, load_config
+from intarsia.demands import build_demands
 from intarsia.errors import (
     CheckpointError,
     CompositionError,
@@ -23,10 +25,10 @@ from intarsia.errors import (
     nearest,
 )
 from intarsia.invariance import kept_invariance, verified_invariance
-from intarsia.layout import check_capacity, check_memory, lay_out, num_pages, weight_bytes
+from intarsia.layout import check_capacity, check_cuts, check_memory, lay_out, num_pages, page_bytes, weight_bytes
 from intarsia.machine import free_memory, resolve_device, resolve_dtype, resolve_threads
 from intarsia.models.weights import Weights, check_tensors, keep_stored
-from intarsia.ops import BY_FORMAT, OPS, Ops, resolve
+from intarsia.ops import BY_FORMAT, NAMES, OPS, Ops, resolve
 from intarsia.plugins import Registry
 from intarsia.protocols import (
     AttentionBackend,
@@ -44,6 +46,8 @@ from intarsia.protocols import (
     LogitsProcessor,
     ModelContext,
     PartContext,
+    Partition,
+    PartitionContext,
     Parts,
     Quantizer,
     RunnerContext,
@@ -52,11 +56,11 @@ from intarsia.protocols import (
 from intarsia.recommended import recommended
 from intarsia.references import find_model
 from intarsia.selection import Chosen, Selector, UnfitError, blamed, titled
+from intarsia.stage import build_stage
 from intarsia.structuring import shown
 from intarsia.text import Tokenizer
 from intarsia.types import (
     AUTO,
-    CacheLayout,
     CacheOptions,
     Checkpoint,
     Choice,
@@ -65,6 +69,7 @@ from intarsia.types import (
     EngineConfig,
     EngineOptions,
     SamplingDefaults,
+    Share,
     WeightMap,
 )
 
@@ -160,31 +165,43 @@ class _Composer:
     def compose(self) -> Parts:
         config, select = self.config, self.select
         model = self._open_model()
-        engine = self._resolve_engine(model.spec)
-        context: Callable[..., PartContext] = partial(
-            PartContext, engine=engine, spec=model.spec, num_ids=model.num_ids, tokenizer=model.tokenizer
-        )
+        partition, engine = self._share_out(model, self._resolve_engine(model.spec))
+        facts: dict[str, Any] = {
+            "engine": engine,
+            "spec": model.spec if partition is None else partition.share.spec,
+            "num_ids": model.num_ids,
+            "tokenizer": model.tokenizer,
+            "partition": partition,
+        }
+        context: Callable[..., PartContext] = partial(PartContext, **facts)
 
         quantizers: tuple[Quantizer, ...] = select.many("quantizer", config.quantizer, context)
         kernels: tuple[Kernels, ...] = select.many("kernels", config.kernels, context)
         model = self._keep_stored(model, quantizers)
         kept = {source.kept.name: None for source in model.weight_map.tensors.values() if source.kept is not None}
         formats = ["dense", *(q.format for q in quantizers), *kept]
-        ops_for = partial(resolve, self._kernel_sets(kernels), formats=formats, device=engine.device)
-        ops: Ops = ops_for(dtype=engine.dtype)
+        sets = self._kernel_sets(kernels)
+
+        def ops_for(dtype: Dtype) -> Ops:
+            found = resolve(sets, dtype, formats, engine.device)
+            return found if partition is None else partition.bind(found)
+
+        ops = ops_for(engine.dtype)
         attention: AttentionBackend = select.one("attention", config.attention, context)
         orders = self._orders(attention, ops)
+        weight_map = model.weight_map
+        if partition is not None:
+            weight_map = partition.cut(weight_map, partition.share)
+            check_cuts(weight_map, quantizers, partition)
 
         with blamed("accepts or num_bytes", *(chosen.offer for chosen in select.of("quantizer"))):
-            weights = weight_bytes(model.weight_map, quantizers, ops, engine.dtype)
-        cache, runner, layout = self._place(context, attention, ops, orders, weights)
+            weights = weight_bytes(weight_map, quantizers, ops, engine.dtype)
+        cache, runner, placed = self._place(context, attention, ops, model.spec, orders, weights)
+        layout = placed.layout
         taken = self.taken + weights + (cache.num_pages + 1) * layout.page_bytes
         drafter_context = partial(
             DrafterContext,
-            engine=engine,
-            spec=model.spec,
-            num_ids=model.num_ids,
-            tokenizer=model.tokenizer,
+            **facts,
             load_model=_SecondModels(engine, select.registry, taken).load,
         )
         drafter: Drafter | None = select.one("drafter", config.drafter, drafter_context)
@@ -192,12 +209,9 @@ class _Composer:
         scheduler = select.one("scheduler", config.scheduler, context)
         executor_context = partial(
             ExecutorContext,
-            engine=engine,
-            spec=model.spec,
-            num_ids=model.num_ids,
-            tokenizer=model.tokenizer,
+            **facts,
             checkpoint=model.checkpoint,
-            weight_map=model.weight_map,
+            weight_map=weight_map,
             layout=layout,
             num_pages=cache.num_page_ids if isinstance(cache, StorageMaker) else cache.num_pages,
             make_storage=cache.make_storage if isinstance(cache, StorageMaker) else None,
@@ -207,6 +221,11 @@ class _Composer:
             build_runner=runner.build,
             drafter=drafter,
             logits_processors=processors,
+            config=as_dict(config),
+            pinned_memory=str(placed.num_pages * _page_bytes(model.spec, placed)),
+            build_stage=build_stage,
+            build_choosing=build_choosing,
+            build_demands=build_demands,
         )
         executor = select.one("executor", config.executor, executor_context)
         self._check_frontends(engine)
@@ -231,6 +250,7 @@ class _Composer:
             drafter=drafter,
             logits_processors=processors,
             sampling=model.sampling,
+            partition=partition,
             invariance=verified_invariance(kept_invariance(select, attention, ops_for, context), select, engine),
         )
 
@@ -309,6 +329,23 @@ class _Composer:
             threads=resolve_threads(engine.threads),
         )
 
+    def _share_out(self, model: _Model, engine: EngineOptions) -> tuple[Partition | None, EngineOptions]:
+        """Ask the executor that the config names how ranks share the model; return that, and this rank's options."""
+        choice = self.config.executor
+        if choice.use == AUTO:  # is of this process
+            return None, engine
+        offer, options = self.select.asked("executor", choice)
+        if offer.provider.partition is None:
+            return None, engine
+        with blamed("partition", offer):
+            partition: Partition = offer.provider.partition(
+                PartitionContext(options=options, engine=engine, spec=model.spec, num_ids=model.num_ids)
+            )
+        threads = engine.threads
+        if self.config.engine.threads is None and threads is not None:
+            threads = max(1, threads // partition.peers)
+        return partition, evolve(engine, threads=threads, device=partition.device or engine.device)
+
     # --- ops and attention ------------------------------------------------------------------------------------------
 
     def _kernel_sets(self, parts: Sequence[Kernels]) -> list[tuple[str, Sequence[Kernel]]]:
@@ -320,9 +357,9 @@ class _Composer:
             for kernel in kernels:
                 if not isinstance(kernel, Kernel):
                     raise PluginError(f"{titled(chosen.offer)}: kernels returned {shown(kernel)} among its kernels")
-                if kernel.op not in OPS:
+                if kernel.op not in NAMES:
                     raise PluginError(
-                        f"{titled(chosen.offer)}: there is no op {kernel.op!r}.{did_you_mean(kernel.op, OPS)}"
+                        f"{titled(chosen.offer)}: there is no op {kernel.op!r}.{did_you_mean(kernel.op, NAMES)}"
                     )
                 if kernel.op in BY_FORMAT and not kernel.formats:
                     raise PluginError(f"{titled(chosen.offer)}: its kernel of {kernel.op!r} names no weight format")
@@ -383,26 +420,33 @@ class _Composer:
         context: Callable[..., PartContext],
         attention: AttentionBackend,
         ops: Ops,
+        whole: DecoderSpec,
         orders: Sequence[str],
         weights: int,
-    ) -> tuple[CacheAllocator, _ChosenRunner, CacheLayout]:
+    ) -> tuple[CacheAllocator, _ChosenRunner, CacheContext]:
         """Choose cache and runner with the first order that both read; where none is, raise the first refusal."""
         # Asked once: it differs from moment to moment, and all must count the same pages.
-        free = max(0, free_memory(context().engine.device) - self.taken)
+        partition = context().partition
+        shares: Sequence[Share | None] = (None,) if partition is None else partition.shares
+        free = max(0, free_memory(context().engine.device) - self.taken) // (
+            1 if partition is None else partition.peers
+        )
         refusal: UnfitError | None = None
         for order in orders:
 
             def cache_context(options: CacheOptions, order: str = order) -> CacheContext:
                 base = context(options=options)
                 self._check_format(options, attention, ops, context)
-                layout = lay_out(base.spec, options, order, base.engine.dtype)
-                pages = num_pages(options, layout, free - weights)
+                share = None if partition is None else partition.share
+                layout = lay_out(whole, options, order, base.engine.dtype, share)
+                pages = num_pages(options, page_bytes(whole, options, order, base.engine.dtype, shares), free - weights)
                 return CacheContext(
                     options=options,
                     engine=base.engine,
                     spec=base.spec,
                     num_ids=base.num_ids,
                     tokenizer=base.tokenizer,
+                    partition=partition,
                     layout=layout,
                     num_pages=pages,
                 )
@@ -414,6 +458,7 @@ class _Composer:
                     spec=placed.spec,
                     num_ids=placed.num_ids,
                     tokenizer=placed.tokenizer,
+                    partition=partition,
                     layout=placed.layout,
                     ops=ops,
                     attention=attention,
@@ -423,7 +468,7 @@ class _Composer:
                 refusal = refusal or error
                 self.select.forget("cache", "runner")
             else:
-                return cache, _ChosenRunner(runner, runner_context), placed.layout
+                return cache, _ChosenRunner(runner, runner_context), placed
         assert refusal is not None, "orders is never empty"
         raise refusal
 
@@ -484,6 +529,12 @@ class _Composer:
                             field=slot,
                         )
                     self.select.note(ruled_out, f"{bringer.slot} {bringer.key!r} brings its own and does not use it")
+
+
+def _page_bytes(whole: DecoderSpec, placed: CacheContext) -> int:
+    """Return the bytes of a page on the rank where it takes most."""
+    shares = (None,) if placed.partition is None else placed.partition.shares
+    return page_bytes(whole, placed.options, placed.layout.order, placed.engine.dtype, shares)
 
 
 @frozen

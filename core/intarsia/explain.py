@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from intarsia.config import as_dict, fingerprint
 from intarsia.invariance import promises
+from intarsia.layout import lay_out, weight_bytes
 from intarsia.machine import device_facts, free_memory
 from intarsia.models.weights import num_parameters
 from intarsia.ops import ANY_FORMAT
@@ -30,10 +32,12 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         device: what the GPU is, see `intarsia.machine.device_facts`; empty on CPUs.
         parts: slot -> key, provider, asked_by, reason, options; a slot with several parts lists them under `all`.
         ops: op -> the key of who implements it.
+        fused: op -> source, saves: who does in one pass over memory what takes several; bytes that saves a token.
         formats: weight format -> who reads it, and whether it pays here, see `weight_formats`.
         sampling: name -> what requests take that do not say, and `recommended`: the names of those that are the
             model's, from its generation_config.json or metadata.
         memory: bytes, see `memory_plan`.
+        parallel: who holds what where ranks share the model, see `parallel_plan`.
         invariance: the level of the whole, and each part's.
         hash: names this composition: equal parts, versions, options and config have equal hashes, on any day and in any
             process.
@@ -46,12 +50,14 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         "device": device_facts(parts.engine.device),
         "parts": _parts(parts, formats),
         "ops": {name: choice.source for name, choice in parts.ops.choices.items()},
+        "fused": fused(parts),
         "formats": formats,
         "sampling": {
             **attrs.asdict(parts.sampling),
             "recommended": sorted(recommended(config.model, parts.checkpoint)),
         },
         "memory": memory_plan(parts),
+        "parallel": parallel_plan(parts),
         "invariance": {"level": parts.invariance, "by_part": by_part},
     }
     report["hash"] = fingerprint({"config": as_dict(config), **_identity(report)})
@@ -60,7 +66,7 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
 
 def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what is no part of what the engine is: machine, free memory, why one part was preferred to others."""
-    kept = {key: value for key, value in report.items() if key not in ("device", "memory", "parts")}
+    kept = {key: value for key, value in report.items() if key not in ("device", "memory", "parallel", "parts")}
     parts = {slot: part.get("all", [part]) for slot, part in report["parts"].items()}
     chosen = {slot: [{k: v for k, v in one.items() if k != "reason"} for one in each] for slot, each in parts.items()}
     return kept | {"parts": chosen}
@@ -98,6 +104,49 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
         "max_batch": parts.cache.capacity(max_len),
         "free": free_memory(parts.engine.device),
     }
+
+
+def parallel_plan(parts: Parts) -> dict[str, Any]:
+    """Return who holds what where ranks share the model, before any of them starts; empty on one device.
+
+    Keys:
+        tp, pp, sequence, rank: what is asked for, and which rank this is.
+        ranks: of each rank `rank`, `stage`, `slice`, `layers` (from, to), `weights` and `cache` (bytes), `activations`
+            (bytes a token at most) and `sends` (bytes a token, within its stage).
+        logits, stage: bytes that are sent for a row of logits, and a token to the stage behind.
+    """
+    partition = parts.partition
+    if partition is None:
+        return {}
+    report, options = dict(partition.report(parts.engine)), parts.selection("cache").options
+    pages = parts.num_pages + 1
+    report["ranks"] = [
+        {
+            **facts,
+            "weights": weight_bytes(
+                partition.cut(parts.weight_map, share), parts.quantizers, parts.ops, parts.engine.dtype
+            ),
+            "cache": pages * lay_out(parts.spec, options, parts.layout.order, parts.engine.dtype, share).page_bytes,
+        }
+        for facts, share in zip(report["ranks"], partition.shares, strict=True)
+    ]
+    return report
+
+
+def fused(parts: Parts) -> dict[str, dict[str, Any]]:
+    """Return the fused ops of a composition: who computes them, and the bytes of memory traffic a token that they save.
+
+    A runner that promises a level of its own computes all by its own code: then none is used.
+    """
+    if parts.selection("runner").provider.invariance:
+        return {}
+    size = getattr(torch, parts.engine.dtype).itemsize
+    found = {}
+    for name, choice in parts.ops.choices.items():
+        saves = choice.kernel.saves
+        if saves is not None and (saved := saves(parts.spec, size)) > 0:
+            found[name] = {"source": choice.source, "saves": saved}
+    return found
 
 
 def weight_formats(parts: Parts) -> dict[str, dict[str, Any]]:

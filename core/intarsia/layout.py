@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from intarsia.errors import CompositionError
 from intarsia.models.weights import tied_head_quantizers
 from intarsia.ops import Ops
-from intarsia.protocols import CacheAllocator, CacheContext, Quantizer
+from intarsia.protocols import CacheAllocator, CacheContext, Divisible, Partition, Quantizer
 from intarsia.types import (
     AUTO,
     EMBED,
@@ -20,6 +21,8 @@ from intarsia.types import (
     CacheOptions,
     DecoderSpec,
     Dtype,
+    Share,
+    TensorSource,
     WeightMap,
     parse_bytes,
 )
@@ -30,14 +33,18 @@ _SCALE_BYTES = {"int8": 4}
 CACHE_SHARE = 0.5
 
 
-def lay_out(spec: DecoderSpec, options: CacheOptions, order: str, dtype: Dtype) -> CacheLayout:
+def lay_out(
+    spec: DecoderSpec, options: CacheOptions, order: str, dtype: Dtype, share: Share | None = None
+) -> CacheLayout:
     """Lay the cache out: layers with equal heads and window share page tables.
 
     Args:
-        spec: the model.
+        spec: the whole model.
         options: give page size and entry format.
         order: of the axes, such as `PSKD`.
         dtype: the engine's; entries have it where the format is `auto`.
+        share: the rank whose cache it is; None is the whole model's. Page tables mean the same on every rank, so groups
+            are those of the whole model; one that has no layers here is empty.
 
     Raises:
         CompositionError: the entry format is no torch dtype, so that its size is not known.
@@ -49,7 +56,9 @@ def lay_out(spec: DecoderSpec, options: CacheOptions, order: str, dtype: Dtype) 
     members: dict[tuple[int, int, int | None], list[int]] = {}
     for index, layer in enumerate(spec.layers):
         heads = layer.attention
-        members.setdefault((heads.num_kv_heads, heads.head_dim, heads.window), []).append(index)
+        layers = members.setdefault((heads.num_kv_heads, heads.head_dim, heads.window), [])
+        if share is None or index in share.layers:
+            layers.append(index - (0 if share is None else share.layers.start))
     return CacheLayout(
         order=order,
         format=entry,
@@ -60,13 +69,20 @@ def lay_out(spec: DecoderSpec, options: CacheOptions, order: str, dtype: Dtype) 
             CacheGroup(
                 kind="full" if window is None else "window",
                 layers=tuple(layers),
-                num_kv_heads=num_kv_heads,
+                num_kv_heads=share.spec.layers[layers[0]].attention.num_kv_heads if share and layers else num_kv_heads,
                 head_dim=head_dim,
                 window=window,
             )
             for (num_kv_heads, head_dim, window), layers in members.items()
         ),
     )
+
+
+def page_bytes(
+    spec: DecoderSpec, options: CacheOptions, order: str, dtype: Dtype, shares: Sequence[Share | None] = (None,)
+) -> int:
+    """Return the bytes of a page on the rank where it takes most: all ranks have equally many pages."""
+    return max(lay_out(spec, options, order, dtype, share).page_bytes for share in shares)
 
 
 def weight_bytes(weight_map: WeightMap, quantizers: Sequence[Quantizer], ops: Ops, dtype: Dtype) -> int:
@@ -82,34 +98,87 @@ def weight_bytes(weight_map: WeightMap, quantizers: Sequence[Quantizer], ops: Op
         if source.kept is not None:
             size, weight_format = source.kept.num_bytes(source.shape), source.kept.name
         for quantizer in quantizers:
-            if len(source.shape) == 2 and name != POSITIONS and quantizer.accepts(name, source.shape):
+            if len(source.shape) == 2 and name != POSITIONS and quantizer.accepts(name, source.whole):
                 size, weight_format = quantizer.num_bytes(name, source.shape), quantizer.format
         total += size
-        if name == EMBED and HEAD not in weight_map.tensors:
-            total += _tied_head_bytes(source.shape, quantizers, ops, size, weight_format)
+        if name == EMBED and HEAD not in weight_map.tensors and weight_map.has_head:
+            total += _tied_head_bytes(source, quantizers, ops, size, weight_format)
     return total
 
 
 def _tied_head_bytes(
-    shape: tuple[int, ...], quantizers: Sequence[Quantizer], ops: Ops, size: int, weight_format: str
+    source: TensorSource, quantizers: Sequence[Quantizer], ops: Ops, size: int, weight_format: str
 ) -> int:
     """Return what a head takes beside the embedding that it is tied to, of this size and format."""
-    apart = tied_head_quantizers(quantizers, shape)
+    apart = tied_head_quantizers(quantizers, source.whole)
     if apart:
-        return apart[-1].num_bytes(HEAD, shape)
+        return apart[-1].num_bytes(HEAD, source.shape)
     return size if ops.packs(weight_format) else 0
 
 
-def num_pages(options: CacheOptions, layout: CacheLayout, room: int) -> int:
+def check_cuts(weight_map: WeightMap, quantizers: Sequence[Quantizer], partition: Partition) -> None:
+    """Check that ranks cut no weight within a group of columns, before any is loaded.
+
+    Raises:
+        CompositionError: one is; names the weight, the sizes, and the numbers of ranks that would do.
+    """
+    cuts = {name: source for name, source in weight_map.tensors.items() if source.part and source.part.columns}
+    steps = {name: _column_step(name, source, quantizers) for name, source in cuts.items()}
+
+    def works(ranks: int) -> bool:
+        sizes = ((source.whole[1], steps[name][0]) for name, source in cuts.items())
+        return partition.divides(ranks) and all(
+            not columns % ranks and not columns // ranks % s for columns, s in sizes
+        )
+
+    for name, source in cuts.items():
+        assert source.part is not None and source.part.columns is not None
+        (start, stop), columns, (step, stored) = source.part.columns, source.whole[1], steps[name]
+        if start % step or (stop % step and stop != columns):
+            tp = columns // (stop - start)
+            ways = nearest_numbers(tp, [ranks for ranks in range(1, columns + 1) if works(ranks)])
+            raise CompositionError(
+                f"executor.tp: {tp} ranks would hold {stop - start} of the {columns} columns of {name} each, and "
+                f"{stored} has groups of {step} columns, which cannot be cut; what would do: "
+                f"executor.tp = {ways or 1}, or another group size",
+                field="executor.tp",
+            )
+
+
+def _column_step(name: str, source: TensorSource, quantizers: Sequence[Quantizer]) -> tuple[int, str]:
+    """Return the columns that stay together in the format that a weight will have, and that format's name."""
+    takers: list[Any] = [quantizer for quantizer in quantizers if quantizer.accepts(name, source.whole)]
+    if takers:
+        part, key = takers[-1], takers[-1].format
+    elif source.kept is not None:
+        part, key = source.kept, source.kept.name
+    else:
+        return 1, "dense"
+    if not isinstance(part, Divisible):
+        raise CompositionError(
+            f"quantizer: {key!r} does not say where its weights may be cut (column_step), as {name} must be where "
+            "ranks share a model",
+            field="quantizer",
+        )
+    return part.column_step, key
+
+
+def nearest_numbers(asked: int, working: Sequence[int]) -> str:
+    """Return the nearest of some numbers below and above one that does not do, such as `1 or 3`."""
+    below, above = [n for n in working if n < asked], [n for n in working if n > asked]
+    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+
+
+def num_pages(options: CacheOptions, page_bytes: int, room: int) -> int:
     """Return how many pages the cache's memory holds.
 
     Args:
         options: give the size, or leave it open.
-        layout: gives the bytes of a page.
+        page_bytes: of a page.
         room: bytes that are free beside the weights, of which an open size takes `CACHE_SHARE`.
     """
     memory = int(max(0, room) * CACHE_SHARE) if options.memory == AUTO else parse_bytes(options.memory)
-    return memory // layout.page_bytes
+    return memory // page_bytes
 
 
 def check_memory(context: CacheContext, weights: int, free: int) -> None:

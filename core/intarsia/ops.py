@@ -155,15 +155,52 @@ def cache_write(
             stored[place], scales[place] = int8_entries(new)
 
 
-def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the ranks that hold parts of it: on one device, the identity."""
-    return x
+def all_reduce(x_TE: torch.Tensor) -> torch.Tensor:
+    """Sum over the ranks that hold parts of it: on one device, the identity.
+
+    It ends what ranks compute in slices: attention, a feed-forward. Where activations between these are sharded along
+    tokens (sequence parallelism, Korthikanti et al. 2022), each rank is left with the sum of its own tokens.
+    """
+    return x_TE
 
 
 def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Lay the ranks' parts end to end along `dim`: on one device, the identity."""
     del dim
     return x
+
+
+def gather_tokens(x_TE: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return the activations of all tokens, (num_tokens, E), before ranks compute on them in slices.
+
+    The identity, but where activations are sharded along tokens.
+    """
+    del num_tokens
+    return x_TE
+
+
+def gather_rows(x_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
+    """Return the activations of some tokens, (L, E), by their numbers in the step."""
+    return x_TE[rows_L]
+
+
+def own_tokens(x_T: torch.Tensor) -> torch.Tensor:
+    """Return what belongs to the tokens of this rank: all, but where activations are sharded along tokens."""
+    return x_T
+
+
+def look_up(ids_T: torch.Tensor, rows: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return the embeddings of token ids (T, E), where `rows` gives those of the vocabulary that is here.
+
+    Where ranks hold parts of the vocabulary, `rows` is asked with numbers of the part, and the ranks' rows are summed
+    as by `all_reduce`.
+    """
+    return rows(ids_T)
+
+
+def rms_norm_over_ranks(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return `rms_norm` over features of which each rank holds a part: on one device, `rms_norm` itself."""
+    return rms_norm(x_TE, weight_E, eps)
 
 
 _FLOATS = frozenset({"float32", "float16", "bfloat16"})
@@ -193,6 +230,11 @@ OPS: Mapping[str, Kernel] = {
         _reference("cache_write", cache_write, orders=frozenset({"PSKD", "PKSD"}), formats=_FLOATS | {"int8"}),
         _reference("all_reduce", all_reduce),
         _reference("all_gather", all_gather),
+        _reference("gather_tokens", gather_tokens),
+        _reference("gather_rows", gather_rows),
+        _reference("own_tokens", own_tokens),
+        _reference("look_up", look_up),
+        _reference("rms_norm_over_ranks", rms_norm_over_ranks),
     )
 }
 
@@ -203,6 +245,35 @@ def references(device: str) -> tuple[Kernel, ...]:
         return tuple(OPS.values())
     return tuple(evolve(kernel, invariance={}) if kernel.op == "linear" else kernel for kernel in OPS.values())
 
+
+#: Ops between ranks that share a model.
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "gather_tokens",
+    "gather_rows",
+    "own_tokens",
+    "look_up",
+    "rms_norm_over_ranks",
+)
+#: On one device these are others, by whoever implements those.
+_SAME = {"rms_norm_over_ranks": "rms_norm"}
+
+#: Ops that stand for a chain of others, and the named ones among these. They have no reference: without a kernel,
+#: whoever calls one runs the chain.
+#:
+#: `attention_inputs(qkv_TND, num_heads, norms, eps, angles, cache, slots_T, order)` norms each head of queries and keys
+#: by two weights (D,), rotates it by angles (T, 1, h), writes keys and values as `cache_write` does, and returns the
+#: queries (T, H, D). N is H + 2 K; norms or angles can be None.
+#:
+#: `sample_rows(logits_LV, temperatures_L, top_ks_L, top_ps_L, min_ps_L, uniforms_L)` draws an id a row (L,), int64, as
+#: `intarsia.sampling` does: logits are fp32 and not changed, top_ks int32 with 0 for all, the others float64.
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "attention_inputs": ("rms_norm", "rope", "cache_write"),
+    "sample_rows": (),
+}
+#: What kernels can be for.
+NAMES = (*OPS, *FUSED)
 
 #: Ops that are chosen anew for each weight format.
 BY_FORMAT = ("embedding", "linear")
@@ -238,11 +309,20 @@ class Ops:
     cache_write: Callable[..., None] = field(init=False, repr=False)
     all_reduce: Callable[..., torch.Tensor] = field(init=False, repr=False)
     all_gather: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    gather_tokens: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    gather_rows: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    own_tokens: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    look_up: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    rms_norm_over_ranks: Callable[..., torch.Tensor] = field(init=False, repr=False)
+    attention_inputs: Callable[..., torch.Tensor] | None = field(init=False, repr=False)
+    sample_rows: Callable[..., torch.Tensor] | None = field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         for op in OPS:
             if op not in BY_FORMAT:
                 object.__setattr__(self, op, self.choices[op].kernel.call)
+        for op in FUSED:
+            object.__setattr__(self, op, self.choices[op].kernel.call if op in self.choices else None)
         for op in BY_FORMAT:
             chosen = {
                 name.removeprefix(f"{op}[").removesuffix("]"): choice.kernel.call
@@ -299,8 +379,8 @@ def resolve(
     """
     for source, kernels in sets:
         for kernel in kernels:
-            if kernel.op not in OPS:
-                raise PluginError(f"kernels {source!r}: there is no op {kernel.op!r}.{did_you_mean(kernel.op, OPS)}")
+            if kernel.op not in NAMES:
+                raise PluginError(f"kernels {source!r}: there is no op {kernel.op!r}.{did_you_mean(kernel.op, NAMES)}")
     ranked = [*sets, ("torch", references(device))]
 
     def first(op: str, weight_format: str | None) -> OpChoice:
@@ -317,5 +397,39 @@ def resolve(
         if op in BY_FORMAT:
             choices |= {f"{op}[{name}]": first(op, name) for name in formats}
         else:
-            choices[op] = first(op, None)
-    return Ops(choices)
+            choices[op] = first(_SAME.get(op, op), None)
+    fused = {op: _fused(op, sets, choices, dtype) for op in FUSED}
+    return Ops(choices | {op: choice for op, choice in fused.items() if choice is not None})
+
+
+def _fused(
+    op: str, sets: Sequence[tuple[str, Sequence[Kernel]]], choices: Mapping[str, OpChoice], dtype: str
+) -> OpChoice | None:
+    """Return the kernel that stands for a chain; None where a set before its own has a part of the chain.
+
+    One that writes the cache must write all that the chosen `cache_write` does.
+    """
+    writer = choices["cache_write"].kernel
+    for source, kernels in sets:
+        fitting = [kernel for kernel in kernels if not kernel.dtypes or dtype in kernel.dtypes]
+        for kernel in fitting:
+            writes = kernel.orders >= writer.orders and kernel.formats >= writer.formats
+            if kernel.op == op and (writes or "cache_write" not in FUSED[op]):
+                return OpChoice(kernel, source)
+        if any(kernel.op in FUSED[op] for kernel in fitting):
+            return None
+    return None
+
+
+def rebound(ops: Ops, calls: Mapping[str, Callable[..., Any]], source: str) -> Ops:
+    """Return the ops with other calls for some collectives: those of ranks that share a model.
+
+    They promise `numeric`: how ranks cut a sum decides its last bits.
+
+    Args:
+        ops: of one device.
+        calls: op -> what stands for it.
+        source: key of the executor that they are of.
+    """
+    assert calls.keys() <= set(COLLECTIVES)
+    return Ops({**ops.choices, **{op: OpChoice(Kernel(op=op, call=call), source) for op, call in calls.items()}})

@@ -20,6 +20,7 @@ from intarsia.types import (
     CacheStats,
     Checkpoint,
     DecoderSpec,
+    Demand,
     Draft,
     EngineConfig,
     EngineOptions,
@@ -36,6 +37,7 @@ from intarsia.types import (
     SamplingDefaults,
     SamplingParams,
     SequenceId,
+    Share,
     StepResult,
     TokenizerSpec,
     Weight,
@@ -53,9 +55,12 @@ __all__ = [
     "CacheAllocator",
     "CacheContext",
     "CacheStorage",
+    "Choosing",
     "Command",
     "CommandContext",
     "Context",
+    "Demands",
+    "Divisible",
     "DraftRequest",
     "Drafter",
     "DrafterContext",
@@ -75,6 +80,8 @@ __all__ = [
     "ModelContext",
     "ModelFamily",
     "PartContext",
+    "Partition",
+    "PartitionContext",
     "Parts",
     "PreparingRunner",
     "Progress",
@@ -85,6 +92,7 @@ __all__ = [
     "Selection",
     "SequenceProcessor",
     "SequenceView",
+    "Stage",
     "StepCost",
     "StorageMaker",
     "Target",
@@ -130,6 +138,64 @@ class ModelContext(Context):
     config: Mapping[str, Any]
 
 
+@frozen(kw_only=True)
+class PartitionContext(Context):
+    """For executors that share a model out between ranks, before any other part is chosen.
+
+    Attributes:
+        spec: the whole model.
+        num_ids: token ids that can be chosen.
+    """
+
+    spec: DecoderSpec
+    num_ids: int
+
+
+class Partition(Protocol):
+    """How a model is shared out between ranks, seen from one of them. Every rank composes the same config."""
+
+    @property
+    def shares(self) -> Sequence[Share]:
+        """What each rank holds, by rank."""
+        ...
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds."""
+        ...
+
+    @property
+    def peers(self) -> int:
+        """How many ranks share this machine's cores and this device's memory, this one included."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """The device of this rank; empty is the engine's."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a runner must be able to do, see `Provider.parallel`."""
+        ...
+
+    def cut(self, weight_map: WeightMap, share: Share) -> WeightMap:
+        """Return what a rank loads of a model's weights. Names and shapes of the files stay the whole model's."""
+        ...
+
+    def bind(self, ops: Any) -> Any:
+        """Return the ops (`intarsia.ops.Ops`) with the collectives of this rank."""
+        ...
+
+    def divides(self, ranks: int) -> bool:
+        """Whether so many ranks could hold slices of each layer of this model."""
+        ...
+
+    def report(self, engine: EngineOptions) -> Mapping[str, Any]:
+        """Return plain data for `explain`: the ranks, and by formula a token's traffic and activations."""
+        ...
+
+
 class TokenizerView(Protocol):
     """What parts see of the model's tokenizer."""
 
@@ -162,16 +228,18 @@ class PartContext(Context):
     """For the parts of a running engine.
 
     Attributes:
-        spec: the model.
+        spec: the model; where ranks share one, what this rank runs of it.
         num_ids: token ids that can be chosen; a padded vocabulary has logits beyond them.
         tokenizer: None where the model has none.
         parts: slot -> part, for the slots that the provider `requires`; a tuple where a slot holds several.
+        partition: how ranks share the model; None where one device has all of it.
     """
 
     spec: DecoderSpec
     num_ids: int = 0
     tokenizer: TokenizerView | None = None
     parts: Mapping[str, Any] = Factory(dict)
+    partition: Partition | None = None
 
 
 @frozen(kw_only=True)
@@ -225,6 +293,7 @@ class ExecutorContext(PartContext):
     """For executors: all that a rank needs to load its weights and run plans.
 
     Attributes:
+        config: the engine's, as plain data that a config can be read from again.
         checkpoint: the model's files, opened.
         weight_map: which of their tensors make the model's.
         layout: how the cache lies.
@@ -234,6 +303,8 @@ class ExecutorContext(PartContext):
         build_runner: makes the chosen runner around loaded weights.
         drafter: None where nothing is drafted.
         logits_processors: what logits go through before a token is chosen, in order.
+        pinned_memory: a `cache.memory` that gives every rank as many pages as this one.
+        build_stage, build_choosing, build_demands: make, from this context, what an executor drives.
         make_storage: makes the cache's tensors where the allocator does so itself, see `StorageMaker`; else None.
     """
 
@@ -247,6 +318,11 @@ class ExecutorContext(PartContext):
     build_runner: Callable[[Mapping[str, Weight | torch.Tensor]], Runner]
     drafter: Drafter | None
     logits_processors: tuple[LogitsProcessor, ...]
+    config: Mapping[str, Any]
+    pinned_memory: str
+    build_stage: Callable[[ExecutorContext], Stage]
+    build_choosing: Callable[[ExecutorContext], Choosing]
+    build_demands: Callable[[ExecutorContext], Demands]
     make_storage: Callable[[int, torch.device], CacheStorage] | None = None
 
 
@@ -340,7 +416,7 @@ class Kernel:
     """One implementation of a named op.
 
     Attributes:
-        op: its name in `intarsia.ops.OPS`.
+        op: its name in `intarsia.ops.OPS`, or in `FUSED` there where it stands for a chain of ops.
         call: has the signature of the op's reference, and equals it up to rounding.
         formats: weight formats it reads, for ops on weights; for `cache_write` the entry formats that it converts to,
             besides the dtype of what it is given; empty elsewhere.
@@ -351,6 +427,8 @@ class Kernel:
             still reads weights that are not packed.
         packed: name of the weight format that `pack` makes.
         dequantizes: whether `call` makes floats of the weight each time, so that few bits save memory and no time.
+        saves: of one that does in a pass over memory what takes several: how many bytes of memory traffic a token that
+            saves over a whole model, given its spec and the bytes of an activation. `explain` shows it.
     """
 
     op: str
@@ -362,6 +440,7 @@ class Kernel:
     pack: Callable[[Weight], Weight] | None = None
     packed: str = ""
     dequantizes: bool = False
+    saves: Callable[[DecoderSpec, int], int] | None = None
 
 
 class Kernels(Protocol):
@@ -369,6 +448,16 @@ class Kernels(Protocol):
 
     def kernels(self) -> Sequence[Kernel]:
         """Return what it implements on this device."""
+        ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """What a weight format or a quantizer can say besides: where ranks may cut its weights."""
+
+    @property
+    def column_step(self) -> int:
+        """How many columns stay together: a weight is cut at multiples of it alone."""
         ...
 
 
@@ -488,8 +577,8 @@ class Runner(Protocol):
     ) -> torch.Tensor:
         """Run a range of layers, writing their keys and values into the cache; return the residual stream (T, E).
 
-        A range that starts at 0 embeds the batch's ids; another takes up `hidden_TE`. Ranges serve pipeline stages and
-        layer skipping.
+        Without `hidden_TE` the range starts at 0, and the batch's ids are embedded. Ranges serve layer skipping, and
+        stages of a pipeline, whose layers are numbered from 0.
         """
         ...
 
@@ -858,6 +947,99 @@ class SequenceProcessor(Protocol):
         ...
 
 
+class Stage(Protocol):
+    """One rank's part of the model, which an executor drives: weights, cache tensors and the chosen runner."""
+
+    def load(self, progress: Progress) -> None:
+        """Load the weights, and build the runner around them. Reads files; raise CheckpointError as loading does."""
+        ...
+
+    def allocate(self, num_scratch: int = 0) -> None:
+        """Make the cache, with so many pages behind the pool that no sequence holds. Called once, after `load`."""
+        ...
+
+    def batch(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> ForwardBatch:
+        """Lay rows with these ids, none of them pending, out as tensors, ready for attention. No side effects."""
+        ...
+
+    def run(
+        self, batch: ForwardBatch, hidden_TE: torch.Tensor | None = None, num_layers: int | None = None
+    ) -> torch.Tensor:
+        """Run its first layers, or all, writing keys and values into the cache; return the residual stream (T, E).
+
+        The first stage embeds the batch's ids; the others take up the `hidden_TE` that the stage before returned.
+        Where activations are sharded along tokens, T is that of this rank.
+        """
+        ...
+
+    def logits(self, hidden_TE: torch.Tensor, rows_L: Sequence[int]) -> torch.Tensor:
+        """Return fp32 logits (L, V) of the tokens with these numbers, of this rank's ids. The last stage has them."""
+        ...
+
+    def move(self, moves: Sequence[CacheMove]) -> None:
+        """Do a plan's cache work, in order."""
+        ...
+
+    def stop(self) -> None:
+        """Drop weights and cache. Safe to call twice."""
+        ...
+
+
+class Choosing(Protocol):
+    """Sampler, logits processors and drafter, which an executor hands logits to. One rank has it."""
+
+    def start(self, target: Target) -> None:
+        """Let the drafter get ready: weights are loaded, the cache is not made yet."""
+        ...
+
+    def meet(self, plan: BatchPlan) -> None:
+        """Forget sequences that left, and take those that enter."""
+        ...
+
+    def ids(self, row: Row) -> Sequence[int]:
+        """Return a row's token ids: pending ones have been chosen by now."""
+        ...
+
+    def choose(
+        self, rows: Sequence[Row], bounds: Sequence[int], logits_of: Callable[[Demand], torch.Tensor]
+    ) -> Sequence[RowResult]:
+        """Score prompts and choose tokens, and remember these.
+
+        Args:
+            rows: some of a plan's, each whole or a piece that begins where the piece before ended.
+            bounds: where each begins among the tokens that ran with them.
+            logits_of: returns fp32 logits (L, V) of the whole vocabulary. Called once a demand, in the order of
+                `Demands.of`, whatever fails. They are changed in place.
+        """
+        ...
+
+    def finish(self, rows: Sequence[Row], results: Sequence[RowResult], target_s: float) -> StepResult:
+        """Return the whole step's result, once all its rows are chosen: the drafter learns and proposes."""
+        ...
+
+    def guess(
+        self, sequence_ids: Sequence[SequenceId], drafts: Sequence[Sequence[int]], logits_RV: torch.Tensor
+    ) -> Draft:
+        """Choose from a drafter's logits, see `Target.choose`."""
+        ...
+
+    def stop(self) -> None:
+        """Let the drafter free what it took."""
+        ...
+
+
+class Demands(Protocol):
+    """Which logits choosing will ask for, known from plans alone: so that every rank takes part in gathering them."""
+
+    def meet(self, plan: BatchPlan) -> None:
+        """Forget sequences that left, and take those that enter."""
+        ...
+
+    def of(self, rows: Sequence[Row], bounds: Sequence[int]) -> Sequence[Demand]:
+        """Return the demands in their order; the last is for choosing tokens, and its rows can be none."""
+        ...
+
+
 class Executor(Protocol):
     """Runs plans: on this process's device, or over many."""
 
@@ -986,6 +1168,9 @@ class Selection:
 class Parts:
     """The composed parts of an engine, before weights load: what `check_composition` judges.
 
+    Where ranks share the model, `spec` and `weight_map` are the whole model's. What parts were built from, such as
+    `weight_bytes`, `layout` and `ops`, is this rank's.
+
     Attributes:
         engine: the shared options, with device, dtype, max_model_len and threads resolved.
         selections: every choice with its reason, in the order of composition.
@@ -995,6 +1180,7 @@ class Parts:
         sampling: what requests take that do not say.
         ops: the table of named ops, resolved.
         invariance: the level that the whole keeps: the weakest of its parts'.
+        partition: how ranks share the model; None where one device has all of it.
     """
 
     engine: EngineOptions
@@ -1017,6 +1203,7 @@ class Parts:
     drafter: Drafter | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
     sampling: SamplingDefaults = Factory(SamplingDefaults)
+    partition: Partition | None = None
 
     def selection(self, slot: str) -> Selection:
         """Return the (first) choice for a slot; KeyError where the slot is empty."""

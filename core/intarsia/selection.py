@@ -291,6 +291,8 @@ class Selector:
         if isinstance(required, Unfit):
             return _Candidate(offer, required)
         context = _context(context_of, options, required)
+        if offer.kind.slot == "runner" and (lacking := _lacking(provider, context)):
+            return _Candidate(offer, Unfit(f"ranks share the model, and it has no {', '.join(lacking)}"))
         with blamed("fit", offer):
             fit = provider.fit(context)
         # Its author may not use a type checker.
@@ -299,6 +301,12 @@ class Selector:
         if isinstance(fit, Fit) and type(fit.rank) is not int:
             raise PluginError(f"{titled(offer)}: fit returned the rank {shown(fit.rank)}, not a whole number")
         return _Candidate(offer, fit, options, required)
+
+    def asked(self, slot: str, choice: Choice) -> tuple[Offer, Any]:
+        """Return who offers the part that a config names, and its options; raises as `choose` does for both."""
+        offer = self.registry.find(slot, choice.use)
+        with blamed("its options", offer):
+            return offer, structure(offer.provider.options, choice.options, config_path(slot), owner=choice.use)
 
     def _named(self, provider: Provider) -> Chosen | None:
         """Return a part that the config names in a slot whose part this provider brings."""
@@ -327,6 +335,12 @@ class Selector:
                 return Unfit(f"it requires a part for {wanted!r}, which is left empty (installed: {known})")
             parts[wanted] = part
         return parts
+
+
+def _lacking(provider: Provider, context: Context) -> list[str]:
+    """Return what a runner would have to do between ranks and cannot."""
+    partition = context.partition if isinstance(context, PartContext) else None
+    return [] if partition is None else sorted(partition.needs - provider.parallel)
 
 
 def _best(candidates: Sequence[_Candidate], choice: Choice, path: str, left_out: Sequence[str]) -> Chosen:

@@ -69,17 +69,45 @@ class GgufTensor:
         Raises:
             CheckpointError: the file has become shorter since it was opened.
         """
-        import torch
-
         self.check_there()
         assert tuple(out.shape) == self.shape, f"{self.name}: {tuple(out.shape)} is not {self.shape}"
         target = out.t() if self.transposed else out
         for start, stop in self.blocks():
-            values = self.info.format.dequantize(self.raw(start, stop).reshape(-1))
-            block = torch.from_numpy(values).view(stop - start, *self.rows[1:])
-            if self.shift:
-                block += self.shift
-            place_rows(target[start:stop], block, self.head_dim)
+            place_rows(target[start:stop], self._dequantized(start, stop), self.head_dim)
+
+    def read_slice(self, out: torch.Tensor, rows: range, columns: range) -> None:
+        """Dequantize some rows, and of a matrix some of their columns; blocks without such rows stay unread.
+
+        Raises:
+            CheckpointError: as of `read`.
+        """
+        import torch
+
+        self.check_there()
+        target = out
+        if self.transposed:
+            target, rows, columns = out.t(), columns, rows
+        for start, stop in self.blocks():
+            first, last = max(start, rows.start), min(stop, rows.stop)
+            if first >= last:
+                continue
+            block = self._dequantized(start, stop)
+            ordered = torch.empty_like(block)
+            place_rows(ordered, block, self.head_dim)
+            part = ordered[first - start : last - start]
+            if len(self.rows) == 2:
+                part = part[:, columns.start : columns.stop]
+            target[first - rows.start : last - rows.start].copy_(part)
+
+    def _dequantized(self, start: int, stop: int) -> torch.Tensor:
+        """Return these rows in float32, in the file's order."""
+        import torch
+
+        values = self.info.format.dequantize(self.raw(start, stop).reshape(-1))
+        block = torch.from_numpy(values).view(stop - start, *self.rows[1:])
+        if self.shift:
+            block += self.shift
+        return block
 
     def check_there(self) -> None:
         """Raise CheckpointError if the file has become shorter since it was opened.

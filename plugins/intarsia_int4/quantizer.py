@@ -45,6 +45,11 @@ class Int4Quantizer:
         return self._format.name
 
     @property
+    def column_step(self) -> int:
+        """Columns that share a scale or a group: where ranks share a model, they stay together."""
+        return self._format.column_step
+
+    @property
     def _clips(self) -> bool:
         return self.calibration is not None if self.options.clip is None else self.options.clip
 

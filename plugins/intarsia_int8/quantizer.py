@@ -113,6 +113,11 @@ class Int8Quantizer:
         """`int8`, `int8_g32` and so on; `_a16` behind it where activations stay floats."""
         return self._format.name
 
+    @property
+    def column_step(self) -> int:
+        """Columns that share a scale or a group: where ranks share a model, they stay together."""
+        return self._format.column_step
+
     def accepts(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the options include it."""
         del shape

@@ -87,6 +87,11 @@ class SparseQuantizer:
         """`sparse24` or `sparse24_int8`."""
         return self._format.name
 
+    @property
+    def column_step(self) -> int:
+        """Columns that share a scale or a group: where ranks share a model, they stay together."""
+        return self._format.column_step
+
     def accepts(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the options include it."""
         del shape

@@ -347,7 +347,7 @@ def test_logits_are_near_those_over_floats_and_not_the_same(tiny, attention, dty
     with engine(tiny, attention=attention, dtype=dtype) as ours:
         assert (ours.parts.layout.format, ours.parts.layout.token_bytes) == ("int8", TOKEN)
         found = prompt_logits(ours, prompt)
-        ours.parts.executor._cache.fill(0.0)
+        ours.parts.executor._stage._cache.fill(0.0)
     with engine_of(tiny, engine={"dtype": dtype}, attention=attention, kernels="torch", runner="eager") as floats:
         right = prompt_logits(floats, prompt)
     error = (found - right).abs()
@@ -419,7 +419,7 @@ def test_as_many_more_sequences_fit_as_entries_are_smaller(tiny):
             fits[name] = ours.parts.cache.capacity(256)
             memory = ours.explain()["memory"]
             assert memory["layout"]["format"] == name
-            assert ours.parts.executor._cache.num_bytes == memory["cache"] + memory["spare"]
+            assert ours.parts.executor._stage._cache.num_bytes == memory["cache"] + memory["spare"]
     # A vector of 16 numbers takes 20 bytes, 32 and 64.
     assert fits["int8"] / fits["bfloat16"] == pytest.approx(1.6, rel=0.05)
     assert fits["int8"] / fits["float32"] == pytest.approx(3.2, rel=0.05)

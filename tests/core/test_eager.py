@@ -221,7 +221,7 @@ def test_a_row_has_the_same_bits_alone_and_among_neighbours(tiny, attention):
 def test_layer_ranges_laid_end_to_end_equal_the_whole_run_bit_for_bit(tiny, attention, dtype):
     with naive_engine(tiny[0], attention, dtype=dtype) as engine, torch.inference_mode():
         executor = engine.parts.executor
-        runner, cache, layout = executor._runner, executor._cache, engine.parts.layout
+        runner, cache, layout = executor._stage._runner, executor._stage._cache, engine.parts.layout
         rows, ids = rows_of(engine, (0, 20), (0, 3), (0, 1))
         batch = forward_batch(rows, ids, layout, torch.device("cpu"))
         batch = evolve(batch, attention=engine.parts.attention.prepare(batch, layout))

@@ -334,7 +334,7 @@ def test_an_idle_step_lets_the_executor_forget_who_left(tiny):
     with engine_of(tiny[0]) as engine:
         engine.generate([[1], [2]], GREEDY)
         engine.step()
-        assert engine.parts.executor._sampler._states == {}
+        assert engine.parts.executor._choosing._sampler._states == {}
         assert engine.stats()["steps"] == 12
 
 

@@ -102,7 +102,7 @@ def test_prompt_logprobs_equal_transformers_whatever_the_chunks(tiny, sections):
 def test_long_prompts_are_scored_in_pieces_and_never_as_one_matrix(tiny):
     prompt = prompt_of(300)
     with engine_of(tiny[0]) as engine:
-        runner, sizes = engine.parts.executor._runner, []
+        runner, sizes = engine.parts.executor._stage._runner, []
 
         class Watched:
             def __getattr__(self, name):
@@ -112,7 +112,7 @@ def test_long_prompts_are_scored_in_pieces_and_never_as_one_matrix(tiny):
                 sizes.append(len(rows_L))
                 return runner.logits(hidden_TE, rows_L)
 
-        engine.parts.executor._runner = Watched()
+        engine.parts.executor._stage._runner = Watched()
         (found,) = engine.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1))
     assert sorted(sizes, reverse=True) == [256, 43, 1]
     check_scores(tiny[1], prompt, found.prompt_logprobs, 1)
@@ -122,7 +122,7 @@ def test_long_prompts_are_scored_in_pieces_and_never_as_one_matrix(tiny):
 def test_a_prompt_whose_logits_are_not_finite_fails_alone(tiny, max_tokens):
     with engine_of(tiny[0], scheduler={"use": "inflight", "max_tokens": max_tokens}) as engine:
         executor = engine.parts.executor
-        runner = executor._runner
+        runner = executor._stage._runner
 
         class Poisoned:
             def __getattr__(self, name):
@@ -132,7 +132,7 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(tiny, max_tokens):
                 logits = runner.logits(hidden_TE, rows_L)
                 return logits * float("nan") if len(rows_L) == 3 else logits
 
-        executor._runner = Poisoned()
+        executor._stage._runner = Poisoned()
         scored = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, prompt_logprobs=1)
         plain = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         bad, good = engine.generate([prompt_of(4), prompt_of(5)], [scored, plain])

@@ -57,7 +57,8 @@ def drafter(key="guess", **fields) -> Provider:
 def test_a_report_is_strict_json_and_says_who_is_there_and_why(model):
     report = report_of(model, scheduler={"use": "static", "max_batch": 3}, attention="sdpa")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    kept = {"model", "engine", "device", "parts", "ops", "formats", "sampling", "memory", "invariance", "hash"}
+    kept = {"model", "engine", "device", "parts", "ops", "fused", "formats", "sampling", "memory", "parallel"}
+    kept |= {"invariance", "hash"}
     assert set(report) == kept and report["device"] == {}, "of a CPU nothing is told"
     assert all({"key", "provider", "asked_by", "reason", "options"} <= set(part) for part in report["parts"].values())
     scheduler = report["parts"]["scheduler"]
@@ -262,7 +263,7 @@ def test_the_plan_is_what_the_tensors_take(tmp_path, dtype, tie):
         assert plan["pages"] == 13 * plan["max_batch"] == engine.parts.cache.num_pages
         assert plan["cache"] == plan["pages"] * plan["page"] <= 1_000_000
         # What padded tokens write to comes on top.
-        assert engine.parts.executor._cache.num_bytes == plan["cache"] + plan["spare"]
+        assert engine.parts.executor._stage._cache.num_bytes == plan["cache"] + plan["spare"]
         assert plan["total"] == plan["weights"] + plan["cache"] + plan["spare"]
         assert plan["layout"] == {"order": "PSKD", "format": dtype, "groups": 1}
         assert plan["free"] > 0

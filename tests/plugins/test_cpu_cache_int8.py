@@ -260,7 +260,7 @@ def first_layer(path, dtype, fmt, prompt, cpu_path, monkeypatch):
     monkeypatch.setenv(build.ISA_VARIABLE, cpu_path)
     with engine(path, fmt=fmt, engine={"dtype": dtype, "threads": 2}) as ours:
         prompt_logits(ours, prompt)
-        layer = ours.parts.executor._cache.layer(0)
+        layer = ours.parts.executor._stage._cache.layer(0)
         return [tensor.clone() for tensor in layer.tensors]
 
 

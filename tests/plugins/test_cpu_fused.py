@@ -175,7 +175,7 @@ def test_layers_run_in_ranges_give_what_they_give_together(llama):
     with llama.engine(threads=2) as engine:
         whole = prompt_logits(engine, prompt)
         executor = engine.parts.executor
-        run = executor._runner.run
+        run = executor._stage._runner.run
 
         def in_ranges(batch, cache, layers):
             hidden = run(batch, cache, range(1))
@@ -184,14 +184,14 @@ def test_layers_run_in_ranges_give_what_they_give_together(llama):
             assert torch.equal(hidden, before), "what is handed in is left as it was"
             return later
 
-        executor._runner = types.SimpleNamespace(run=in_ranges, logits=executor._runner.logits)
+        executor._stage._runner = types.SimpleNamespace(run=in_ranges, logits=executor._stage._runner.logits)
         poison_cache(engine)
         assert torch.equal(prompt_logits(engine, prompt), whole)
 
 
 def test_the_seconds_of_each_phase_are_told_and_begin_anew(llama):
     with llama.engine(threads=2) as engine:
-        runner = engine.parts.executor._runner
+        runner = engine.parts.executor._stage._runner
         assert runner.measure() == {}
         prompt_logits(engine, llama.prompt())
         seconds = runner.measure()

@@ -170,7 +170,7 @@ def test_a_drafting_models_guesses_go_through_logits_processors(models, name):
 def test_the_memory_plan_counts_what_a_drafter_takes(models, name):
     with engine_of(models["target"], drafter=drafter_of(models, name)) as engine:
         plan, parts = engine.explain()["memory"], engine.parts
-        held = parts.executor._cache.num_bytes
+        held = parts.executor._stage._cache.num_bytes
         if name == "target":
             held += parts.weight_bytes + (16 << 20) + parts.layout.page_bytes
     assert plan["drafter"] > 0
@@ -266,7 +266,7 @@ def test_a_second_model_gives_pages_back_and_stops_with_the_engine(models):
         inner.forget((f"local-{i}", 0))
         assert used(engine) == (0, 0)
         inner.parts.cache.check_integrity()
-    assert inner.parts.executor._runner is None
+    assert inner.parts.executor._stage._runner is None
 
 
 def test_a_prompt_longer_than_a_catch_up_step_is_taken_in_parts(models, plain, monkeypatch):

@@ -74,11 +74,7 @@ class SafetensorsTensor:
         import torch
 
         assert tuple(out.shape) == self.shape, f"{self.name}: {tuple(out.shape)} is not {self.shape}"
-        if self.format not in FLOATS:
-            raise CheckpointError(
-                f"{self.shard.name}: tensor {self.name!r} is stored as {self.format}; readable are {', '.join(FLOATS)}"
-            )
-        self.shard.check_size()
+        self._check_floats()
         if not self.num_bytes:
             return
         target = out.view(-1) if out.is_contiguous() else out
@@ -92,6 +88,43 @@ class SafetensorsTensor:
             source = np.frombuffer(self.shard.map, np.uint8, size, self.offset + start * row_bytes)
             scratch[:size] = source
             part.copy_(torch.from_numpy(scratch[:size]).view(getattr(torch, FLOATS[self.format])).view(part.shape))
+
+    def read_slice(self, out: torch.Tensor, rows: range, columns: range) -> None:
+        """Copy some rows, and of a matrix some of their columns, into `out`, converted to its dtype, a chunk at a time.
+
+        Pages of the file beside these are not touched.
+
+        Raises:
+            CheckpointError: as of `read`.
+        """
+        import numpy as np
+        import torch
+
+        self._check_floats()
+        if not out.numel():
+            return
+        itemsize = _BITS[self.format] // 8
+        width = math.prod(self.shape[1:])
+        first, last = (columns.start, columns.stop) if len(self.shape) == 2 else (0, width)
+        assert tuple(out.shape) == (len(rows), *([last - first] if len(self.shape) == 2 else self.shape[1:]))
+        start = self.offset + rows.start * width * itemsize
+        stored = np.frombuffer(self.shard.map, np.uint8, len(rows) * width * itemsize, start)
+        stored = stored.reshape(len(rows), -1)[:, first * itemsize : last * itemsize]
+        step = max(1, _CHUNK // ((last - first) * itemsize))
+        scratch = np.empty((min(step, len(rows)), stored.shape[1]), np.uint8)
+        for begin in range(0, len(rows), step):
+            part = out[begin : begin + step]
+            some = scratch[: part.shape[0]]
+            some[:] = stored[begin : begin + step]
+            part.copy_(torch.from_numpy(some).view(getattr(torch, FLOATS[self.format])).view(part.shape))
+
+    def _check_floats(self) -> None:
+        """Raise CheckpointError where the tensor is not stored as floats, or its file has shrunk."""
+        if self.format not in FLOATS:
+            raise CheckpointError(
+                f"{self.shard.name}: tensor {self.name!r} is stored as {self.format}; readable are {', '.join(FLOATS)}"
+            )
+        self.shard.check_size()
 
     def load(self) -> torch.Tensor:
         """Return the tensor in the dtype that it is stored in, in memory of its own.

@@ -65,7 +65,9 @@ def _facts(report: dict[str, Any], layout: CacheLayout) -> Table:
         ("engine", _engine(report["engine"])),
         *_device(report["device"]),
         *_memory(report["memory"], layout),
+        *_parallel(report["parallel"]),
         ("ops", _ops(report["ops"])),
+        *_fused(report["fused"]),
         ("sampling", _sampling(report["sampling"])),
         ("invariance", _invariance(report["invariance"])),
         ("hash", report["hash"]),
@@ -144,6 +146,31 @@ def _memory(memory: dict[str, Any], layout: CacheLayout) -> list[tuple[str, str]
     ]
 
 
+def _parallel(parallel: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say of each rank what it holds, and what goes between them."""
+    if not parallel:
+        return []
+    tokens = ", activations sharded along tokens" if parallel["sequence"] else ""
+    facts = [("ranks", f"{parallel['tp']} slices x {parallel['pp']} stages{tokens}; this is rank {parallel['rank']}")]
+    for rank in parallel["ranks"]:
+        first, stop = rank["layers"]
+        facts.append(
+            (
+                f"rank {rank['rank']}",
+                f"layers {first} to {stop - 1}, slice {rank['slice']}: weights {size(rank['weights'])}, cache "
+                f"{size(rank['cache'])}, activations {size(rank['activations'])} a token at most; sends "
+                f"{size(rank['sends'])} a token",
+            )
+        )
+    if logits := parallel["logits"]:
+        facts.append(
+            ("logits", f"{size(logits['whole'])} a row from each slice to the first, {logits['likeliest']} if greedy")
+        )
+    if parallel["stage"]:
+        facts.append(("stages", f"{size(parallel['stage'])} a token from one to the next"))
+    return facts
+
+
 def _ops(ops: dict[str, str]) -> str:
     """Name the ops that are not the references, by who implements them."""
     others: dict[str, list[str]] = {}
@@ -154,6 +181,15 @@ def _ops(ops: dict[str, str]) -> str:
         return "all are torch's references"
     listed = "; ".join(f"{source}: {', '.join(names)}" for source, names in others.items())
     return f"{listed}; the others are torch's references"
+
+
+def _fused(fused: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """Name the ops that save memory traffic, and how much."""
+    if not fused:
+        return []
+    listed = ", ".join(f"{op} {facts['saves']}" for op, facts in fused.items())
+    total = sum(facts["saves"] for facts in fused.values())
+    return [("fused", f"{listed}: they save {total} bytes of memory traffic a token, over all layers")]
 
 
 def _sampling(sampling: dict[str, Any]) -> str:

@@ -93,6 +93,17 @@ def provide_runners() -> list[Provider]:
         Provider(
             key="eager",
             summary="the model op by op: the meaning of every other runner",
+            parallel=frozenset(
+                {
+                    "all_reduce",
+                    "look_up",
+                    "gather_tokens",
+                    "gather_rows",
+                    "own_tokens",
+                    "rms_norm_over_ranks",
+                    "stages",
+                }
+            ),
             build=lazy("intarsia.models.eager:build"),
         )
     ]

@@ -5,13 +5,15 @@ Shape legend: T tokens, L rows of logits, E embed, H heads, K kv heads, D head d
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from attrs import field, frozen
 
 from intarsia.models.layers import Layer, Linear, Norm
 from intarsia.models.weights import Weights
 from intarsia.ops import Ops
-from intarsia.protocols import AttentionBackend, CacheStorage, RunnerContext
+from intarsia.protocols import AttentionBackend, CacheStorage, LayerCache, RunnerContext
 from intarsia.rope import cos_sin
 from intarsia.types import (
     EMBED,
@@ -47,27 +49,31 @@ class _Angles:
         }
 
 
-def _embedding(weights: Weights, name: str) -> Weight:
-    weight = weights[name]
-    assert isinstance(weight, Weight)
+def _embedding(weights: Weights, name: str) -> Weight | None:
+    weight = weights.get(name)
+    assert weight is None or isinstance(weight, Weight)
     return weight
 
 
 @frozen(eq=False)
 class EagerRunner:
-    """Calls the named ops layer by layer."""
+    """Calls the named ops layer by layer.
+
+    Where ranks share the model, this is what one of them runs. What a pipeline's stage does not have is None: the
+    embeddings but in the first, the last norm and the head but in the last.
+    """
 
     spec: DecoderSpec
     layout: CacheLayout
     dtype: torch.dtype
     ops: Ops
     attention: AttentionBackend
-    embed: Weight
+    embed: Weight | None
     positions: Weight | None
     embedding_scale: float
     layers: tuple[Layer, ...]
-    norm: Norm
-    head: Linear
+    norm: Norm | None
+    head: Linear | None
     angles: _Angles = field(repr=False)
 
     @classmethod
@@ -78,9 +84,8 @@ class EagerRunner:
         assert max_len is not None
         dtype, device = getattr(torch, context.engine.dtype), torch.device(context.engine.device)
         group_of = {layer: index for index, group in enumerate(context.layout.groups) for layer in group.layers}
-        embed = _embedding(weights, EMBED)
-        norm = Norm.named(weights, "norm", spec.norm)
-        assert norm is not None
+        embed, norm = _embedding(weights, EMBED), Norm.named(weights, "norm", spec.norm)
+        head = "head" if HEAD in weights else "embed"
         return cls(
             spec=spec,
             layout=context.layout,
@@ -88,42 +93,50 @@ class EagerRunner:
             ops=context.ops,
             attention=context.attention,
             embed=embed,
-            positions=_embedding(weights, POSITIONS) if spec.num_positions else None,
+            positions=_embedding(weights, POSITIONS),
             embedding_scale=torch.tensor(spec.embedding_scale, dtype=dtype).item(),
             layers=tuple(Layer.named(weights, i, spec, group_of[i]) for i in range(spec.num_layers)),
             norm=norm,
-            head=Linear.named(weights, "head" if HEAD in weights else "embed", bias="head"),
+            head=None if norm is None else Linear.named(weights, head, bias="head"),
             angles=_Angles.of(spec, max_len, dtype, device),
         )
 
     def run(
         self, batch: ForwardBatch, cache: CacheStorage, layers: range, hidden_TE: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run a range of layers from the embedding (range starts at 0) or from `hidden_TE`; return (T, E)."""
+        """Run a range of layers from the embedding (range starts at 0) or from `hidden_TE`; return (T, E).
+
+        Where activations are sharded along tokens, the residual stream is of this rank's alone, on both ends.
+        """
         if hidden_TE is None:
             assert layers.start == 0
             hidden_TE = self._embed(batch)
-        angles = self.angles.at(batch.positions_T)
+        angles, num_tokens = self.angles.at(batch.positions_T), len(batch.ids_T)
         delta_TE: torch.Tensor | None = None  # what the block before adds to the residual: added with the next norm
         for index in layers:
             layer, spec = self.layers[index], self.layers[index].spec
             normed_TE, hidden_TE = self._enter(layer.attention_norm, hidden_TE, delta_TE)
+            normed_TE = self.ops.gather_tokens(normed_TE, num_tokens)
             delta_TE = self._attend(layer, normed_TE, cache, index, batch, angles)
             if spec.parallel:
-                delta_TE = delta_TE + self.ops.all_reduce(layer.mlp(self.ops, normed_TE))
+                delta_TE = self.ops.all_reduce(delta_TE + layer.mlp(self.ops, normed_TE))
             else:
-                delta_TE = self._leave(layer.attention_post_norm, delta_TE, spec.residual_scale)
+                delta_TE = self._leave(layer.attention_post_norm, self.ops.all_reduce(delta_TE), spec.residual_scale)
                 normed_TE, hidden_TE = self._enter(layer.mlp_norm, hidden_TE, delta_TE)
+                normed_TE = self.ops.gather_tokens(normed_TE, num_tokens)
                 delta_TE = self.ops.all_reduce(layer.mlp(self.ops, normed_TE))
             delta_TE = self._leave(layer.mlp_post_norm, delta_TE, spec.residual_scale)
         return hidden_TE if delta_TE is None else hidden_TE + delta_TE
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        hidden_TE = self.ops.embedding(batch.ids_T, self.embed, self.dtype)
+        assert self.embed is not None, "a stage behind the first takes up hidden_TE"
+        rows = partial(self.ops.embedding, weight=self.embed, dtype=self.dtype)
+        hidden_TE = self.ops.look_up(batch.ids_T, rows)
         if self.embedding_scale != 1:
             hidden_TE = hidden_TE * self.embedding_scale
         if self.positions is not None:
-            hidden_TE = hidden_TE + self.ops.embedding(batch.positions_T, self.positions, self.dtype)
+            positions_T = self.ops.own_tokens(batch.positions_T)
+            hidden_TE = hidden_TE + self.ops.embedding(positions_T, self.positions, self.dtype)
         return hidden_TE
 
     def _enter(
@@ -153,29 +166,52 @@ class EagerRunner:
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         spec: AttentionSpec = layer.spec.attention
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = layer.qkv(self.ops, normed_TE).view(len(normed_TE), -1, spec.head_dim)
-        qk, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            normed = (self._qk_norm(qk[:, :heads], layer.q_norm), self._qk_norm(qk[:, heads:], layer.k_norm))
-            qk = torch.cat(normed, dim=1)
-        if spec.rope is not None:
-            qk = self.ops.rope(qk, *angles[spec.rope])
-        queries, keys = qk[:, :heads], qk[:, heads:]
+        qkv_TND = layer.qkv(self.ops, normed_TE).view(len(normed_TE), -1, spec.head_dim)
         storage = cache.layer(index)
-        self.ops.cache_write(keys, values, storage, batch.slots_T[layer.group], self.layout.order)
+        turns = None if spec.rope is None else angles[spec.rope]
+        queries = self._inputs(layer, qkv_TND, turns, storage, batch.slots_T[layer.group])
         mixed = self.attention.attend(queries, storage, spec, layer.group, batch)
-        return self.ops.all_reduce(layer.out(self.ops, mixed.reshape(len(normed_TE), -1)))
+        return layer.out(self.ops, mixed.reshape(len(normed_TE), -1))
 
-    def _qk_norm(self, x_THD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Norm each head by a weight (D,), or all heads together by one of (H D,)."""
+    def _inputs(
+        self,
+        layer: Layer,
+        qkv_TND: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+        cache: LayerCache,
+        slots_T: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norm and rotate queries and keys, write keys and values to their slots, and return the queries (T, H, D)."""
+        spec, order = layer.spec.attention, self.layout.order
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        fused, over_all = self.ops.attention_inputs, spec.qk_norm == "all"
+        if fused is not None and not over_all and (norms is not None or angles is not None):
+            return fused(qkv_TND, heads, norms, self.spec.norm.eps, angles, cache, slots_T, order)
+        qk, values = qkv_TND[:, : heads + kv_heads], qkv_TND[:, heads + kv_heads :]
+        if norms is not None:
+            normed = (
+                self._qk_norm(qk[:, :heads], norms[0], over_all=over_all),
+                self._qk_norm(qk[:, heads:], norms[1], over_all=over_all),
+            )
+            qk = torch.cat(normed, dim=1)
+        if angles is not None:
+            qk = self.ops.rope(qk, *angles)
+        queries, keys = qk[:, :heads], qk[:, heads:]
+        self.ops.cache_write(keys, values, cache, slots_T, order)
+        return queries
+
+    def _qk_norm(self, x_THD: torch.Tensor, weight: torch.Tensor, *, over_all: bool) -> torch.Tensor:
+        """Norm each head by a weight (D,), or all heads together, those of other ranks too, by one of (H D,)."""
         grouped = x_THD.reshape(len(x_THD), -1, len(weight))
-        return self.ops.rms_norm(grouped, weight, self.spec.norm.eps).view(x_THD.shape)
+        norm = self.ops.rms_norm_over_ranks if over_all else self.ops.rms_norm
+        return norm(grouped, weight, self.spec.norm.eps).view(x_THD.shape)
 
     def logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits (L, V) of some tokens."""
+        """Return fp32 logits (L, V) of some tokens; where ranks share the vocabulary, of this rank's ids."""
         spec = self.spec
-        logits = self.head(self.ops, self.norm(self.ops, hidden_TE[rows_L])).float()
+        assert self.norm is not None and self.head is not None, "the last stage alone has logits"
+        logits = self.head(self.ops, self.norm(self.ops, self.ops.gather_rows(hidden_TE, rows_L))).float()
         if spec.logit_scale != 1:
             logits = logits * spec.logit_scale
         return logits if spec.logit_soft_cap is None else self.ops.soft_cap(logits, spec.logit_soft_cap)

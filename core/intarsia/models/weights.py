@@ -25,13 +25,15 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from attrs import evolve
 
 from intarsia.errors import CheckpointError
+from intarsia.models.parts import cut, read_part
 from intarsia.ops import Ops
 from intarsia.protocols import Progress, Quantizer
 from intarsia.quantizing.integers import IntegerFormat, common, join
@@ -127,6 +129,9 @@ def load_weights(
 ) -> Weights:
     """Read every tensor into its run dtype; at once quantize it where a quantizer takes it, and pack it for its kernel.
 
+    Where a rank holds a part, what is quantized is quantized whole and then cut: so that its numbers are those of one
+    device, whatever a quantizer looks at beyond a row and a group. Other tensors are read in their parts alone.
+
     A tied head has a weight of its own only where it is packed, or quantized apart. Anonymous memory grows by the
     weights and one tensor: tensors are read one by one, straight to their final place.
 
@@ -138,20 +143,22 @@ def load_weights(
     done = 0
     for name, source in weight_map.tensors.items():
         if source.kept is not None:
-            kept = _to(_read_kept(checkpoint, source), device)
+            kept = _to(cut(_read_kept(checkpoint, source), source.part), device)
             weights[name] = kept if name == EMBED else ops.pack(kept)
+        elif len(source.whole) == 2:
+            weights[name] = _matrix(name, source, partial(_read_on, checkpoint, dtype, device), quantizers, ops)
         else:
-            tensor = _read(checkpoint, source, dtype).to(device)
-            weights[name] = _ready(name, dense(tensor), quantizers, ops) if tensor.dim() == 2 else tensor
+            weights[name] = _read(checkpoint, source, dtype).to(device)
         done += torch.Size(source.shape).numel()
         progress("loading weights", done, total)
     embed = weights.get(EMBED)
-    if isinstance(embed, Weight) and HEAD not in weights:
-        apart = tied_head_quantizers(quantizers, embed.shape)
-        # A copy, since a quantizer may change the numbers where they are.
-        head = dense(embed.dequantize().clone()) if apart else embed
-        for quantizer in apart:
-            head = quantizer.quantize(HEAD, head)
+    if isinstance(embed, Weight) and HEAD not in weights and weight_map.has_head:
+        source = weight_map.tensors[EMBED]
+        head = embed
+        if apart := tied_head_quantizers(quantizers, source.whole):
+            # A copy, since a quantizer may change the numbers where they are.
+            whole = embed if source.part is None else _read_whole(checkpoint, source, dtype, device)
+            head = cut(_quantized(HEAD, dense(whole.dequantize().clone()), apart), source.part)
         head = ops.pack(head)
         if head is not embed:
             weights[HEAD] = head
@@ -165,6 +172,8 @@ def tied_head_quantizers(quantizers: Sequence[Quantizer], shape: tuple[int, ...]
 
 def _read(checkpoint: Checkpoint, source: TensorSource, dtype: torch.dtype) -> torch.Tensor:
     dtype = torch.float32 if source.float32 else dtype
+    if source.part is not None:
+        return read_part(checkpoint, source, dtype)
     if source.transposed:
         stored = torch.empty(source.shapes[0], dtype=dtype)
         checkpoint.tensors[source.names[0]].read(stored)
@@ -192,11 +201,34 @@ def _to(weight: Weight, device: torch.device) -> Weight:
     return evolve(weight, tensors={key: tensor.to(device) for key, tensor in weight.tensors.items()})
 
 
-def _ready(name: str, weight: Weight, quantizers: Sequence[Quantizer], ops: Ops) -> Weight:
+def _read_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, source: TensorSource) -> Weight:
+    return dense(_read(checkpoint, source, dtype).to(device))
+
+
+def _read_whole(checkpoint: Checkpoint, source: TensorSource, dtype: torch.dtype, device: torch.device) -> Weight:
+    """Return a source without regard to its part, as it is before any quantizer."""
+    if source.kept is not None:
+        return _to(_read_kept(checkpoint, source), device)
+    return _read_on(checkpoint, dtype, device, evolve(source, part=None))
+
+
+def _matrix(
+    name: str,
+    source: TensorSource,
+    read: Callable[[TensorSource], Weight],
+    quantizers: Sequence[Quantizer],
+    ops: Ops,
+) -> Weight:
     if name == POSITIONS:
-        return weight
-    for quantizer in quantizers:
-        if quantizer.accepts(name, weight.shape):
-            weight = quantizer.quantize(name, weight)
+        return read(source)
+    takers = [quantizer for quantizer in quantizers if quantizer.accepts(name, source.whole)]
+    whole = evolve(source, part=None)
+    weight = cut(_quantized(name, read(whole), takers), source.part) if takers else read(source)
     # Rows of the embedding are looked up, not multiplied.
     return weight if name == EMBED else ops.pack(weight)
+
+
+def _quantized(name: str, weight: Weight, quantizers: Sequence[Quantizer]) -> Weight:
+    for quantizer in quantizers:
+        weight = quantizer.quantize(name, weight)
+    return weight

@@ -68,6 +68,11 @@ class IntegerFormat:
         offset = "" if self.offset == "none" else f"_{self.offset}"
         return f"int{self.bits}{group}{offset}{'_a16' if self.activations == 'float' else ''}"
 
+    @property
+    def column_step(self) -> int:
+        """Columns that share a scale: they stay together."""
+        return self.group or 1
+
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a weight (N, C), with float32 scales a row or scales of 16 bits a group."""
         outs, ins = shape

@@ -62,6 +62,11 @@ class SparseFormat:
         """The format's key: that of float values does not say which."""
         return "sparse24_int8" if self.values == "int8" else "sparse24"
 
+    @property
+    def column_step(self) -> int:
+        """Columns of a group: they stay together."""
+        return GROUP
+
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a weight (N, C)."""
         outs, ins = shape

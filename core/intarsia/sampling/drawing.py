@@ -5,13 +5,17 @@ Shape legend: L rows of logits, M candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from intarsia.sampling.filters import Candidates, candidates
 from intarsia.sampling.settings import Settings
+
+#: Draws one token a row, as `draw` does.
+Draw: TypeAlias = Callable[[torch.Tensor, Sequence[Settings], np.ndarray], list[int]]
 
 
 def draw(logits_LV: torch.Tensor, settings: Sequence[Settings], uniforms_L: np.ndarray) -> list[int]:
@@ -27,6 +31,43 @@ def draw(logits_LV: torch.Tensor, settings: Sequence[Settings], uniforms_L: np.n
         for row, token in zip(some.rows, invert(some, uniforms_L[list(some.rows)]), strict=True):
             tokens[row] = token
     return tokens
+
+
+def draw_by(
+    sample_rows: Callable[..., torch.Tensor],
+    logits_LV: torch.Tensor,
+    settings: Sequence[Settings],
+    uniforms_L: np.ndarray,
+) -> list[int]:
+    """Return one token a row by a kernel of the op `sample_rows`, as `draw` does.
+
+    Rows with typical_p, which the op does not know, are drawn here.
+    """
+    tokens = [0] * len(settings)
+    here = [row for row, setting in enumerate(settings) if setting.typical_p < 1]
+    there = [row for row, setting in enumerate(settings) if setting.typical_p >= 1]
+    if here:
+        drawn = draw(logits_LV[here], [settings[row] for row in here], uniforms_L[here])
+        for row, token in zip(here, drawn, strict=True):
+            tokens[row] = token
+    if there:
+        logits = logits_LV if not here else logits_LV[there]
+        columns = _columns([settings[row] for row in there], logits_LV.shape[1])
+        numbers = [*columns, torch.from_numpy(uniforms_L[there])]
+        chosen = sample_rows(logits, *(column.to(logits_LV.device) for column in numbers)).tolist()
+        for row, token in zip(there, chosen, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _columns(settings: Sequence[Settings], vocab: int) -> list[torch.Tensor]:
+    """Return temperature, top_k, top_p and min_p of each row (L,)."""
+    return [
+        torch.tensor([s.temperature for s in settings], dtype=torch.float64),
+        torch.tensor([min(s.top_k, vocab) for s in settings], dtype=torch.int32),
+        torch.tensor([s.top_p for s in settings], dtype=torch.float64),
+        torch.tensor([s.min_p for s in settings], dtype=torch.float64),
+    ]
 
 
 def invert(some: Candidates, uniforms_L: np.ndarray) -> list[int]:

@@ -13,7 +13,7 @@ from attrs import frozen
 from intarsia.protocols import LogitsProcessor
 from intarsia.sampling.arithmetic import FAILED, likeliest
 from intarsia.sampling.bans import ban, lift
-from intarsia.sampling.drawing import draw
+from intarsia.sampling.drawing import Draw
 from intarsia.sampling.penalties import add_biases, penalise
 from intarsia.sampling.random import uniforms
 from intarsia.sampling.state import State, Task
@@ -70,7 +70,7 @@ def drawn(tasks: Sequence[Task], picks: Picks) -> list[Drawn]:
     ]
 
 
-def redraw(some: Sequence[Drawn], logits_LV: torch.Tensor, purpose: int, picks: Picks) -> None:
+def redraw(some: Sequence[Drawn], logits_LV: torch.Tensor, purpose: int, picks: Picks, draw: Draw) -> None:
     """Put drawn tokens in the place of the likeliest."""
     if not some:
         return

@@ -20,6 +20,7 @@ from attrs import define, field
 
 from intarsia.protocols import LogitsProcessor, TokenizerView
 from intarsia.sampling.arithmetic import FAILED
+from intarsia.sampling.drawing import Draw, draw
 from intarsia.sampling.picking import Picks, blame, drawn, edit, failure, redraw
 from intarsia.sampling.random import CHOOSE, DRAFT
 from intarsia.sampling.rejection import distributions, verify
@@ -40,12 +41,14 @@ class Sampler:
         processors: the engine's logits processors, in the order in which they run.
         tokenizer: knows the bytes of tokens, for banned words.
         verify: how drafts are judged.
+        draw: draws a token a row, from logits after everything but temperature and filters.
     """
 
     num_ids: int
     processors: tuple[LogitsProcessor, ...] = ()
     tokenizer: TokenizerView | None = None
     verify: Verify = "equal"
+    draw: Draw = draw
     _states: dict[SequenceId, State] = field(factory=dict, init=False)
     _vocabulary: Vocabulary | None = field(default=None, init=False)
 
@@ -130,7 +133,7 @@ class Sampler:
         tasks = self._tasks(rows)
         raw, firsts = report_tasks(tasks, logits)
         picks = edit(tasks, logits)
-        redraw(drawn(tasks, picks), logits, CHOOSE, picks)
+        redraw(drawn(tasks, picks), logits, CHOOSE, picks, self.draw)
         if self.verify == "rejection":
             verify(tasks, logits, probabilities, picks)
         results = {task.sequence_id: _settle(task, picks, raw, firsts.get(task.sequence_id)) for task in tasks}
@@ -149,7 +152,7 @@ class Sampler:
         for index in picks.failed:
             picks.token_ids[index] = FAILED
         sampled = drawn(tasks, picks)
-        redraw(sampled, logits, CHOOSE if self.verify == "equal" else DRAFT, picks)
+        redraw(sampled, logits, CHOOSE if self.verify == "equal" else DRAFT, picks, self.draw)
         if self.verify == "equal" or not sampled:
             return Draft(tuple(picks.token_ids))
         probabilities_RV = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)

@@ -143,6 +143,24 @@ class ForwardBatch:
         return len(self.starts)
 
 
+@frozen(kw_only=True)
+class Demand:
+    """Logits that choosing asks for at once: to choose tokens, or to score a piece of a prompt.
+
+    Attributes:
+        rows_L: numbers of tokens among those that run together: logits after each are wanted.
+        plain_L: whether the likeliest id is all that is needed of each; then a row may hold -inf in the place of the
+            other logits.
+        row: index of the row whose prompt they score; None where tokens are chosen.
+        first: of a prompt's piece, the index of its first token into the row's ids.
+    """
+
+    rows_L: tuple[int, ...]
+    plain_L: tuple[bool, ...]
+    row: int | None = None
+    first: int = 0
+
+
 @frozen(eq=False)
 class Draft:
     """Guesses of what follows a sequence.

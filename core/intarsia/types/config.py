@@ -163,6 +163,11 @@ class Provider:
         provides: what else it brings. A runner that `provides=("attention",)` rules out naming a backend.
         invariance: of a runner that computes by code of its own: what it promises of a row's result when the batch
             around the row changes, by dtype name. Empty: the promises of what it calls hold, the ops and the attention.
+        parallel: of a runner: what it can do where ranks share a model: the collective ops that it calls, see
+            `intarsia.ops.COLLECTIVES`, and `stages` if it runs layers without the embeddings before or the head behind.
+            Where a sharing needs more than that, the runner is refused.
+        partition: of an executor over several ranks: says what each of them holds. Takes a `PartitionContext`,
+            returns a `Partition`; called before any other part is chosen.
         api: version of the hook that it was written for.
     """
 
@@ -174,4 +179,6 @@ class Provider:
     requires: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     invariance: Mapping[str, Invariance] = Factory(dict)
+    parallel: frozenset[str] = frozenset()
+    partition: Callable[[Any], Any] | None = None
     api: int = 1

@@ -297,6 +297,42 @@ class StoredWeight(StoredTensor, Protocol):
         ...
 
 
+@runtime_checkable
+class SliceableTensor(StoredTensor, Protocol):
+    """A tensor of which a part can be read without the rest."""
+
+    def read_slice(self, out: torch.Tensor, rows: range, columns: range) -> None:
+        """Write some rows, and of a matrix some of their columns, into `out`, as `read` does with all.
+
+        Args:
+            out: of the shape of the part and any float dtype, contiguous or not.
+            rows: one after another; their step is 1.
+            columns: likewise; of a vector all that there are, an empty range.
+        """
+        ...
+
+
+@frozen
+class Part:
+    """Which numbers of a tensor one rank holds, where ranks share a model.
+
+    Attributes:
+        rows: ranges (start, stop) of the whole's rows, in order, laid end to end.
+        columns: the range of a matrix's columns; None is all of them.
+        padding: rows behind them, so that ranks hold equally many. Of plain numbers they are zeros; of a weight in
+            another format they can be any, and nothing may depend on them.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    columns: tuple[int, int] | None = None
+    padding: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with padding."""
+        return sum(stop - start for start, stop in self.rows) + self.padding
+
+
 @frozen
 class TensorSource:
     """Where one tensor of the model comes from: the checkpoint tensors that are laid end to end along dim 0.
@@ -308,6 +344,7 @@ class TensorSource:
         offset: added to every number.
         kept: the weight format that it keeps in memory, its tensors being `StoredWeight`s; None where it is read as
             plain numbers.
+        part: what one rank holds of it; None is the whole.
     """
 
     names: tuple[str, ...]
@@ -316,13 +353,22 @@ class TensorSource:
     float32: bool = False
     offset: float = 0.0
     kept: StorableFormat | None = None
+    part: Part | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def whole(self) -> tuple[int, ...]:
         """The shape of the whole, as the model has it."""
         if self.transposed:
             return self.shapes[0][::-1]
         return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is held: of the part, or the whole."""
+        if self.part is None:
+            return self.whole
+        first, last = self.part.columns or (0, 0)
+        return (self.part.num_rows, *(self.whole[1:] if self.part.columns is None else (last - first,)))
 
 
 @frozen
@@ -332,10 +378,13 @@ class WeightMap:
     Attributes:
         tensors: canonical name -> source, in the order they are loaded. The names are listed in `models/weights.py`.
         ignored: glob patterns of checkpoint tensors that a family knows and does not need.
+        has_head: whether logits are made here: a pipeline's first stage can hold an embedding that the head is tied to,
+            without the head.
     """
 
     tensors: Mapping[str, TensorSource]
     ignored: tuple[str, ...] = ()
+    has_head: bool = True
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor of this name may stay unread."""

@@ -1,0 +1,130 @@
+"""Choosing a step's tokens where its logits are: sampler and drafter behind one face, whoever runs the model.
+
+Shape legend: L rows of logits, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from attrs import define, evolve, field
+
+from intarsia.demands import LogitsDemands, build_demands
+from intarsia.drafting import Drafting
+from intarsia.protocols import ExecutorContext, Target
+from intarsia.sampling import Draw, Sampler, draw, draw_by
+from intarsia.types import (
+    PENDING,
+    BatchPlan,
+    Demand,
+    Draft,
+    Row,
+    RowResult,
+    SequenceId,
+    StepResult,
+    TokenLogprobs,
+)
+
+
+@define
+class TokenChoosing:
+    """What `intarsia.protocols.Choosing` asks for."""
+
+    _sampler: Sampler
+    _drafting: Drafting | None
+    _demands: LogitsDemands = field()
+
+    def start(self, target: Target) -> None:
+        """Let the drafter get ready: the weights are loaded, the cache is not made yet."""
+        if self._drafting is not None:
+            self._drafting.start(target)
+
+    def stop(self) -> None:
+        """Let the drafter free what it took."""
+        if self._drafting is not None:
+            self._drafting.stop()
+
+    def meet(self, plan: BatchPlan) -> None:
+        """Forget sequences that left, and take those that enter."""
+        self._demands.meet(plan)
+        for sequence_id in plan.left:
+            self._sampler.leave(sequence_id)
+            if self._drafting is not None:
+                self._drafting.forget(sequence_id)
+        for entered in plan.entered:
+            self._sampler.enter(entered)
+            if self._drafting is not None:
+                self._drafting.enter(entered)
+
+    def ids(self, row: Row) -> Sequence[int]:
+        """Return a row's ids; those that the step before chose are known here by now."""
+        if PENDING not in row.token_ids:
+            return row.token_ids
+        known = self._sampler.token_ids(row.sequence_id)
+        return [known[row.start + i] if token == PENDING else token for i, token in enumerate(row.token_ids)]
+
+    def choose(
+        self, rows: Sequence[Row], bounds: Sequence[int], logits_of: Callable[[Demand], torch.Tensor]
+    ) -> list[RowResult]:
+        """Score prompts and choose tokens; `logits_of` is called for each demand, in their order."""
+        *scored, chosen = self._demands.of(rows, bounds)
+        scores: list[list[TokenLogprobs]] = [[] for _ in rows]
+        failed = set()
+        # Before tokens are chosen, which adds them to what the sampler knows.
+        for demand in scored:
+            assert demand.row is not None
+            logits = logits_of(demand)
+            if demand.row in failed:
+                continue
+            span = range(demand.first, demand.first + len(demand.rows_L))
+            found = self._sampler.score(rows[demand.row], span, logits)
+            scores[demand.row] += found
+            if not found:
+                failed.add(demand.row)
+        given = self._drafting.probabilities(rows) if self._drafting is not None else {}
+        results = self._sampler.choose(rows, logits_of(chosen), given)
+        return [
+            _with_scores(result, None if index in failed else tuple(scores[index]))
+            for index, result in enumerate(results)
+        ]
+
+    def finish(self, rows: Sequence[Row], results: Sequence[RowResult], target_s: float) -> StepResult:
+        """Let the drafter learn from the step and propose for the next; return the whole step's result."""
+        drafting = self._drafting
+        if drafting is None:
+            return StepResult(rows=tuple(results), target_s=target_s)
+        drafting.observe(rows, results, target_s)
+        proposed = drafting.propose(rows, results, self._sampler.token_ids)
+        return StepResult(
+            rows=tuple(proposed), target_s=target_s, draft_s=drafting.draft_s, draft_error=drafting.take_error()
+        )
+
+    def guess(
+        self, sequence_ids: Sequence[SequenceId], drafts: Sequence[Sequence[int]], logits_RV: torch.Tensor
+    ) -> Draft:
+        """Choose one id a row as the row's request would; see `Target.choose`."""
+        return self._sampler.guess(sequence_ids, drafts, logits_RV)
+
+
+def _with_scores(result: RowResult, scores: tuple[TokenLogprobs, ...] | None) -> RowResult:
+    if scores is None:
+        return evolve(result, error=result.error or "prompt_logprobs: the logits are not finite")
+    return evolve(result, prompt_logprobs=scores) if scores else result
+
+
+def _draw(context: ExecutorContext) -> Draw:
+    """Return how tokens are drawn: by a kernel where one was chosen for it."""
+    sample_rows = context.ops.sample_rows
+    return draw if sample_rows is None else partial(draw_by, sample_rows)
+
+
+def build_choosing(context: ExecutorContext) -> TokenChoosing:
+    """Make the sampler, and what deals with the drafter where there is one."""
+    verify, drafter = context.engine.verify, context.drafter
+    return TokenChoosing(
+        Sampler(context.num_ids, context.logits_processors, context.tokenizer, verify, _draw(context)),
+        None if drafter is None else Drafting(drafter, context.num_ids, verify == "rejection"),
+        build_demands(context),
+    )

@@ -1,0 +1,149 @@
+"""One rank's part of a model: weights, cache tensors and the runner around them. On one device, the whole model.
+
+Shape legend: T tokens, R rows, L rows of logits, E embed, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from attrs import define, evolve, field
+
+from intarsia.models.cache import TensorCache
+from intarsia.models.weights import Weights, load_weights
+from intarsia.protocols import CacheStorage, ExecutorContext, PreparingRunner, Progress, Runner
+from intarsia.types import CacheLayout, CacheMove, ForwardBatch, Row, Want
+
+
+def forward_batch(
+    rows: Sequence[Row], ids: Sequence[Sequence[int]], layout: CacheLayout, device: torch.device
+) -> ForwardBatch:
+    """Lay the rows of a plan end to end as tensors.
+
+    Args:
+        rows: the plan's.
+        ids: their token ids, none of them pending.
+        layout: gives the page size, and how many groups of page tables a row has.
+        device: where the tensors go.
+    """
+    bounds = [0]
+    positions: list[int] = []
+    wanted: list[int] = []
+    slots: list[list[int]] = [[] for _ in layout.groups]
+    size = layout.page_size
+    for row, row_ids in zip(rows, ids, strict=True):
+        span = range(row.start, row.start + len(row_ids))
+        positions += span
+        for group, pages in zip(slots, row.pages, strict=True):
+            group += [pages[position // size] * size + position % size for position in span]
+        bounds.append(bounds[-1] + len(row_ids))
+        if row.want is Want.LAST:
+            wanted += range(bounds[-1] - row.num_drafts - 1, bounds[-1])
+
+    def tensor(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return ForwardBatch(
+        ids_T=tensor([token for row_ids in ids for token in row_ids]),
+        positions_T=tensor(positions),
+        slots_T=tuple(tensor(group) for group in slots),
+        bounds=tuple(bounds),
+        starts=tuple(row.start for row in rows),
+        pages=tuple(tuple(row.pages[g] for row in rows) for g in range(len(layout.groups))),
+        logits_L=tensor(wanted),
+    )
+
+
+@define
+class ModelStage:
+    """What `intarsia.protocols.Stage` asks for, around the runner that composition chose."""
+
+    context: ExecutorContext
+    _runner: Runner | None = field(default=None, init=False)
+    _cache: CacheStorage | None = field(default=None, init=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return torch.device(self.context.engine.device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that it has."""
+        return self.context.spec.num_layers
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether its cache is there."""
+        return self._cache is not None
+
+    def load(self, progress: Progress) -> None:
+        """Load the weights, and build the runner around them."""
+        context, engine = self.context, self.context.engine
+        if engine.threads is not None:
+            torch.set_num_threads(engine.threads)
+        weights = load_weights(
+            context.checkpoint,
+            context.weight_map,
+            dtype=getattr(torch, engine.dtype),
+            device=self.device,
+            quantizers=context.quantizers,
+            ops=context.ops,
+            progress=progress,
+        )
+        self._runner = context.build_runner(self._renumbered(weights))
+
+    def _renumbered(self, weights: Weights) -> Weights:
+        """Number the layers as the runner does, from 0; quantizers and messages know them by the whole model's."""
+        partition = self.context.partition
+        if partition is None:
+            return weights
+        return {partition.share.local_name(name): weight for name, weight in weights.items()}
+
+    def allocate(self, num_scratch: int = 0) -> None:
+        """Make the cache, with pages behind the pool that no sequence holds."""
+        make = self.context.make_storage or partial(TensorCache.allocate, self.context.layout)
+        self._cache = make(self.context.num_pages + num_scratch, self.device)
+
+    def batch(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> ForwardBatch:
+        """Lay rows with these ids out, and let the attention backend prepare for them."""
+        context = self.context
+        batch = forward_batch(rows, ids, context.layout, self.device)
+        preparing = self._runner if isinstance(self._runner, PreparingRunner) else context.attention
+        return evolve(batch, attention=preparing.prepare(batch, context.layout))
+
+    def run(
+        self, batch: ForwardBatch, hidden_TE: torch.Tensor | None = None, num_layers: int | None = None
+    ) -> torch.Tensor:
+        """Run the first layers, or all; return the residual stream (T, E)."""
+        assert self._runner is not None and self._cache is not None, "load() and allocate() come first"
+        return self._runner.run(batch, self._cache, range(num_layers or self.num_layers), hidden_TE)
+
+    def logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """Return fp32 logits (L, V) of the ids that are here."""
+        assert self._runner is not None, "load() comes first"
+        return self._runner.logits(hidden_TE, torch.as_tensor(rows_L, dtype=torch.int64, device=self.device))
+
+    def move(self, moves: Sequence[CacheMove]) -> None:
+        """Do a plan's cache work."""
+        assert self._cache is not None, "allocate() comes first"
+        self._cache.move(moves)
+
+    def fill(self, value: float) -> None:
+        """Set every entry of the cache, for tests: what holds no token must not be read."""
+        assert self._cache is not None, "allocate() comes first"
+        self._cache.fill(value)
+
+    def stop(self) -> None:
+        """Drop weights and cache."""
+        self._runner = None
+        if self._cache is not None:
+            self._cache.close()
+        self._cache = None
+
+
+def build_stage(context: ExecutorContext) -> ModelStage:
+    """Make the stage; nothing is loaded yet."""
+    return ModelStage(context)

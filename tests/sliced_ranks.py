@@ -1,0 +1,161 @@
+"""Ranks that hold slices of a model, as processes without the executor that would plan for them.
+
+`run_ranks` starts `python sliced_ranks.py FOLDER RANK SIZE` for each rank: it composes each job's config, runs its
+prompts, and the first rank writes what came out. Many jobs share one start.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from attrs import define
+
+from intarsia.compose import compose
+from intarsia.config import load_config
+from intarsia.hookspecs import hookimpl
+from intarsia.plugins import Registry
+from intarsia.types import Demand, PluginsOptions, Provider, Row
+from intarsia_parallel.options import ParallelOptions
+from intarsia_parallel.partition import build as build_partition
+
+_TIMEOUT_S = 120
+
+
+@define
+class HeldExecutor:
+    """Keeps its context, for tests that drive a stage by hand."""
+
+    context: object
+
+    depth = 1
+
+    def start(self, progress):
+        raise AssertionError
+
+    submit = collect = stop = start
+
+
+@hookimpl
+def provide_executors():
+    """An executor with the partition of `parallel`."""
+    return [
+        Provider(
+            key="held",
+            summary="for tests",
+            options=ParallelOptions,
+            partition=build_partition,
+            build=HeldExecutor,
+        )
+    ]
+
+
+class SlicedRank:
+    """One rank of a composed model: loads its share and runs rows."""
+
+    def __init__(self, sections, executor, rank=0, group=None, registry=None):
+        engine = {"dtype": "float32", "threads": 1, "max_model_len": 128} | sections.get("engine", {})
+        plain = {"kernels": "torch", "runner": "eager", "attention": "eager", "cache": {"memory": "8MiB"}}
+        config = load_config(
+            plain | sections | {"engine": engine, "executor": {"use": "held", "rank": rank} | executor}
+        )
+        registry = registry or Registry.discover(config.engine.plugins, [sys.modules[__name__]])
+        self.parts = compose(config, registry)
+        self.context = self.parts.executor.context
+        self.tensor = self.context.partition.tensor
+        self.group = group
+        self.tensor.connect(group)
+        self.stage = self.context.build_stage(self.context)
+        self.stage.load(lambda *_: None)
+        self.stage.allocate()
+
+    def row(self, name, ids, start=0):
+        cache = self.parts.cache
+        assert cache.reserve((name, 0), ids, len(ids)) is not None
+        return Row(sequence_id=(name, 0), token_ids=tuple(ids[start:]), start=start, pages=cache.pages((name, 0)))
+
+    @torch.inference_mode()
+    def run(self, rows, wanted=None, *, plain=False):
+        """Return the logits after some tokens (all of them by default) on the first rank."""
+        batch = self.stage.batch(rows, [row.token_ids for row in rows])
+        rows_L = tuple(range(len(batch.ids_T))) if wanted is None else tuple(batch.logits_L.tolist())
+        demand = Demand(rows_L=rows_L, plain_L=(plain,) * len(rows_L))
+        return self.tensor.gather_logits(self.stage.logits(self.stage.run(batch), rows_L), demand)
+
+    def greedy(self, prompts, steps):
+        """Return the ids that follow each prompt, all prompts in one batch."""
+        known = [list(ids) for ids in prompts]
+        for step in range(steps):
+            starts = [len(ids) - 1 if step else 0 for ids in known]
+            rows = [self.row(str(i), ids, start) for i, (ids, start) in enumerate(zip(known, starts, strict=True))]
+            logits = self.run(rows, "last", plain=True)
+            chosen = torch.zeros(len(rows), dtype=torch.int64) if logits is None else logits.argmax(-1)
+            if self.tensor.size > 1:
+                self.group.broadcast([chosen]).wait()
+            for ids, token in zip(known, chosen.tolist(), strict=True):
+                ids.append(token)
+        return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)]
+
+
+def _answer(rank, prompts, steps):
+    found = {}
+    for number, prompt in enumerate(prompts):
+        found[f"logits{number}"] = rank.run([rank.row(f"whole{number}", prompt)])
+    # Rows of other lengths in one batch, one of them the second part of a prompt.
+    cut = len(prompts[0]) // 2
+    rank.run([rank.row("part", prompts[0][:cut])])
+    rows = [rank.row("part", prompts[0], cut), *(rank.row(f"again{n}", p) for n, p in enumerate(prompts[1:]))]
+    rank.tensor.traffic.clear()
+    found["mixed"] = rank.run(rows)
+    traffic = rank.tensor.traffic.figures()
+    found["greedy"] = torch.tensor(rank.greedy(prompts, steps))
+    return found, traffic
+
+
+def main(folder, rank, size):
+    """Run every job of a folder as one of its ranks."""
+    torch.set_num_threads(1)
+    group = dist.ProcessGroupGloo(dist.FileStore(str(folder / "store"), size), rank, size, timedelta(seconds=60))
+    arrays, traffic = {}, {}
+    registry = Registry.discover(PluginsOptions(), [sys.modules[__name__]])
+    for name, job in json.loads((folder / "jobs.json").read_text()).items():
+        one = SlicedRank(job["sections"], {"tp": size} | job["executor"], rank, group, registry)
+        found, traffic[name] = _answer(one, job["prompts"], job["steps"])
+        arrays |= {f"{name}/{key}": tensor.numpy() for key, tensor in found.items() if tensor is not None}
+    (folder / f"traffic{rank}.json").write_text(json.dumps(traffic))
+    if rank == 0:
+        np.savez(folder / "results.npz", **arrays)
+
+
+def run_ranks(folder, size, jobs):
+    """Start `size` ranks, let them run jobs, and return (arrays by `job/what`, each rank's traffic by job)."""
+    folder.mkdir(parents=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), str(rank), str(size)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(size)
+    ]
+    try:
+        errors = [process.communicate(timeout=_TIMEOUT_S)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert not any(process.returncode for process in ranks), "\n\n".join(errors)
+    traffic = [json.loads((folder / f"traffic{rank}.json").read_text()) for rank in range(size)]
+    return dict(np.load(folder / "results.npz")), traffic
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
