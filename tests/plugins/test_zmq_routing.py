@@ -179,6 +179,20 @@ def test_however_often_and_wherever_an_answer_moves_its_client_gets_it_once():
         assert all(output.request_id == "key" for output in got)
 
 
+def test_times_count_from_when_a_request_was_first_sent():
+    one = job()
+    at = Attempt(job=one, name="2", late_s=5.0)
+    at.take(Output(request_id="x", token_ids=(1,), finish_reason="length"))
+    (end,) = at.end(done(tokens=1))
+    assert end.timings == Timings(5.1, 5.2, 5.3)
+    one = job()
+    attempt(one).take(Output(request_id="x", token_ids=(1,)))
+    at = Attempt(job=one, name="2", late_s=5.0)
+    at.take(Output(request_id="x", token_ids=(1, 2), finish_reason="length"))
+    (end,) = at.end(done(tokens=2))
+    assert end.timings == Timings(0.1, 0.2, 5.3), "the first token came from another replica"
+
+
 def begun(one, ids=(5, 6, 7), text="abc"):
     attempt(one).take(Output(request_id="x", token_ids=ids, text=text))
     return attempt(one, "2")

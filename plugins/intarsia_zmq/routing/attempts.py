@@ -13,7 +13,7 @@ from __future__ import annotations
 from attrs import define, evolve, field
 
 from intarsia.errors import IntarsiaError
-from intarsia.types import CompletionChoice, Output, Request, SamplingParams, Usage
+from intarsia.types import CompletionChoice, Output, Request, SamplingParams, Timings, Usage
 from intarsia_zmq.errors import MalformedError
 from intarsia_zmq.handover import Add
 from intarsia_zmq.messages import Done
@@ -55,6 +55,7 @@ class Job:
         cancelled: its client, or its deadline, has ended it.
         lost: of replicas that it was at: what happened, the last of all.
         losses: how often it lost one.
+        sent_at: when it was first sent to one.
         refusals: replica -> why it is not sent there again.
     """
 
@@ -68,6 +69,7 @@ class Job:
     cancelled: bool = field(default=False, init=False)
     lost: str = field(default="", init=False)
     losses: int = field(default=0, init=False)
+    sent_at: float | None = field(default=None, init=False)
     refusals: dict[str, IntarsiaError] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -111,13 +113,17 @@ class Attempt:
     Attributes:
         job: whose it is.
         name: the replica's id of it.
+        number: of all that the replica was sent, from 1.
         queued: tokens of its prompt that the replica has yet to compute, as far as is known.
+        late_s: seconds that went before it came to this replica, since it first came to one.
         untold: deltas that have come and that the replica has not been told of.
     """
 
     job: Job
     name: str
+    number: int = 0
     queued: int = 0
+    late_s: float = 0.0
     untold: int = field(default=0, init=False)
     _before: tuple[Said, ...] = field(init=False)
     _again: tuple[Said, ...] = field(init=False)
@@ -166,12 +172,13 @@ class Attempt:
             raise MalformedError("done: a choice has not ended", field="choices")
         said = self._held if streamed else self._whole(done)
         usage = evolve(done.usage, completion_tokens=max(done.usage.completion_tokens, self.job.num_tokens))
+        timings = self._since_it_was_sent(done.timings)
         made = [evolve(output, error=done.choices[output.choice].error) for output in said]
         # Those that ended here may have ended before, at another replica: one that is still open says it for all.
         made.sort(key=lambda output: output.choice not in self.job.ended)
         outputs = [
             *made[:-1],
-            *(evolve(output, usage=usage, timings=done.timings, seed=done.seed) for output in made[-1:]),
+            *(evolve(output, usage=usage, timings=timings, seed=done.seed) for output in made[-1:]),
         ]
         return [each for output in outputs for each in self._passed(output)]
 
@@ -201,6 +208,11 @@ class Attempt:
     def _diverged(self, choice: int) -> DivergedError:
         count = self._before[choice].num_tokens
         return DivergedError(f"asked again, choice {choice} is answered otherwise than in its first {count} tokens")
+
+    def _since_it_was_sent(self, timings: Timings) -> Timings:
+        """Add what went before; where something was said before, this replica's own first token is not the first."""
+        late_s = self.late_s if all(said.nothing for said in self._before) else 0.0
+        return Timings(timings.queued_s + late_s, timings.first_token_s + late_s, timings.total_s + self.late_s)
 
     def _whole(self, done: Done) -> list[Output]:
         """Return outputs from an end that brings all there is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from attrs import define, evolve, field
@@ -154,7 +155,7 @@ class Replica:
         self._ping_at = now + (self.options.lost_after_s / _PINGS if self.usable else _SOON_S)
         self._wonder("ping", self._take_pong)
         if self.state == "ready":
-            self._wonder("stats", self._take_figures)
+            self._wonder("stats", partial(self._take_figures, self.num_sent))
         for attempt in self.attempts.values():
             if attempt.job.cancelled:  # the word of it may have been lost with a connection
                 self.stop(attempt)
@@ -199,13 +200,19 @@ class Replica:
         if isinstance(event, Mapping):
             self.explained = event
 
-    def _take_figures(self, event: Event) -> None:
+    def _take_figures(self, num_sent: int, event: Event) -> None:
+        """Take its figures; they know of as many requests as had been sent when they were asked for."""
         if not isinstance(event, Mapping):
             return
         server, engine = event.get("server"), event.get("engine")
         in_flight = server.get("in_flight") if isinstance(server, dict) else None
         self.foreign = max(0, in_flight - len(self.attempts)) if isinstance(in_flight, int) else 0
         self.figures = engine if isinstance(engine, dict) else {}
+        if self.figures.get("waiting") == 0 and not self.figures.get("preparing"):
+            # Their prompts are computed, or about to be; of answers that come whole nothing else says so.
+            for attempt in self.attempts.values():
+                if attempt.number <= num_sent:
+                    self._count_heard(attempt)
 
     def fit(self, model: Mapping[str, Any]) -> None:
         """Hold it to what the others serve: an answer may begin at one and end at another."""
@@ -268,7 +275,14 @@ class Replica:
             InvalidRequestError: it cannot be said in a message.
             ConnectionLostError: its link has ended.
         """
-        attempt = Attempt(job=job, name=self.link.new_name(), queued=job.prefix.tokens - self._cached(job))
+        job.sent_at = now if job.sent_at is None else job.sent_at
+        attempt = Attempt(
+            job=job,
+            name=self.link.new_name(),
+            number=self.num_sent + 1,
+            queued=job.prefix.tokens - self._cached(job),
+            late_s=now - job.sent_at,
+        )
         request = self._bounded(evolve(job.request, request_id=attempt.name), most_tokens)
         asked = Generate(request=request, stream=job.add.stream)
         self.link.post(self.link.connection.start, Call.of(asked, now))
