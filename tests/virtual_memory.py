@@ -81,6 +81,9 @@ class FakeMemory:
         self._begin("set_access", address, size)
         granules = self._granules(address, size)
         assert all(granule in self.behind for granule in granules), "access to what has no memory"
+        for granule in granules:
+            if granule not in self.accessible:
+                self._bytes(granule, self.granule).fill_(POISON)  # what was written before is lost
         self.accessible.update(granules)
         self.synchronized = False
 

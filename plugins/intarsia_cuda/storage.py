@@ -169,15 +169,18 @@ class VmmStorage:
         Raises:
             ExecutionError: the device refuses.
         """
-        if any(move.kind == "unmap" for move in moves):
-            self.memory.synchronize()  # a step that reads it may still run
+        before = ""
         try:
             for move in moves:
+                if move.kind == "unmap" != before:
+                    self._allow()
+                    self.memory.synchronize()  # a step or a copy that reads it may still run
                 self._move(move)
+                before = move.kind
         finally:
-            self._allow()
             while self._unused:
                 self.memory.release(self._unused.pop())
+            self._allow()
 
     def _move(self, move: CacheMove) -> None:
         held, target = self.ranges[move.group], move.target

@@ -299,6 +299,24 @@ def test_moves_are_done_in_order_and_access_is_set_by_stretches():
     memory.check()
 
 
+def test_what_a_copy_reads_is_not_unmapped_before_it_is_done():
+    memory = FakeMemory()
+    books = books_of(memory)
+    storage = books.make_storage(books.num_page_ids, CPU)
+    run(books, "a", 4)
+    storage.move(books.take_moves())
+    storage.layer(0).keys[0] = 5.0
+    assert books.fork(("a", 0), ("a", 1), 4)
+    books.release(("a", 0))
+    memory.calls.clear()
+    synchronize = memory.synchronize
+    memory.synchronize = lambda: (memory.calls.append("synchronize"), synchronize())
+    moves = books.take_moves()
+    assert [move.kind for move in moves] == ["map", "copy", "unmap"]
+    storage.move(moves)
+    assert memory.calls == ["create", "map", "set_access", "synchronize", "unmap", "release"]
+
+
 def test_a_page_moves_with_all_its_layers_and_scales():
     memory = FakeMemory()
     lay = layout(2, fmt="int8", order="PKSD", layers=3, kv_heads=2)
@@ -472,4 +490,4 @@ class Cache(RuleBasedStateMachine):
 
 
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCache.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
