@@ -6,9 +6,10 @@ is `ex2.approx`, within two units of float32's last place.
 Shape legend: T tokens, F ffn, L rows of logits, V vocab.
 """
 
-from __future__ import annotations
+# Triton has no type hints.
+# mypy: disable-error-code="untyped-decorator"
 
-from typing import Any
+from __future__ import annotations
 
 import torch
 import triton
@@ -26,7 +27,13 @@ _GELU_CUBE = tl.constexpr(0.044715)
 
 @triton.jit(do_not_specialize=["cap"])
 def activate_kernel(
-    x_ptr: Any, out_ptr: Any, stride: Any, width: Any, cap: Any, OP: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    cap: tl.tensor,
+    OP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """Compute a block of a row; of gated ones the gate is in the first `width` features and up behind it."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -10,6 +10,9 @@ Shape legend: T tokens, H heads, K kv heads, N = H + 2 K heads, D head dim, h ha
 S slots a page.
 """
 
+# Triton has no type hints.
+# mypy: disable-error-code="untyped-decorator"
+
 from __future__ import annotations
 
 from typing import Any
@@ -23,14 +26,14 @@ from intarsia.protocols import LayerCache
 from intarsia_cuda.forms import DTYPES, form, name_of, pointer
 from intarsia_cuda.rounding import int8_numbers, int8_scale, magnitudes, rounded
 
-#: Largest half that a form holds -> heads a program: 2048 numbers in all.
-_ROWS = {64: 16, 128: 8}
+#: Largest half that a form holds, with twice as much behind the halves -> heads a program.
+_ROWS = {64: 8, 128: 4}
 #: The largest head dim.
 MAX_HEAD_DIM = 2 * max(_ROWS)
 
 
 @triton.jit
-def _normed(x: Any, factor: Any, weight: Any, keeps: Any, dtype: tl.constexpr) -> Any:
+def _normed(x: tl.tensor, factor: tl.tensor, weight: tl.tensor, keeps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return x * factor * weight with the reference's roundings; rows that `keeps` as they are."""
     product = rounded(rounded(x * factor, weight.dtype) * weight.to(tl.float32), weight.dtype)
     return tl.where(keeps, x, rounded(product, dtype))
@@ -38,14 +41,15 @@ def _normed(x: Any, factor: Any, weight: Any, keeps: Any, dtype: tl.constexpr) -
 
 @triton.jit
 def _store(
-    pointers: Any,
-    first: Any,
-    second: Any,
-    rest: Any,
-    lows: Any,
-    half: Any,
-    num_rest: Any,
-    mask: Any,
+    pointers: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    rest: tl.tensor,
+    lows: tl.tensor,
+    rests: tl.tensor,
+    half: tl.tensor,
+    num_rest: tl.tensor,
+    mask: tl.tensor,
     kind: tl.constexpr,
 ) -> None:
     """Write the parts of some heads behind their pointers."""
@@ -53,7 +57,8 @@ def _store(
     tl.store(at, first.to(kind), mask=mask & (lows < half))
     tl.store(at + half, second.to(kind), mask=mask & (lows < half))
     if num_rest > 0:
-        tl.store(at + 2 * half, rest.to(kind), mask=mask & (lows < num_rest))
+        behind = pointers[:, None] + 2 * half + rests
+        tl.store(behind, rest.to(kind), mask=mask & (rests < num_rest))
 
 
 @triton.jit(
@@ -63,40 +68,40 @@ def _store(
     ]
 )
 def attention_inputs_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    out_ptr: Any,
-    q_weight_ptr: Any,
-    k_weight_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    slots_ptr: Any,
-    keys_ptr: Any,
-    values_ptr: Any,
-    key_scales_ptr: Any,
-    value_scales_ptr: Any,
-    q_token_stride: Any,
-    q_head_stride: Any,
-    k_token_stride: Any,
-    k_head_stride: Any,
-    v_token_stride: Any,
-    v_head_stride: Any,
-    page_stride: Any,
-    slot_stride: Any,
-    kv_head_stride: Any,
-    scale_page_stride: Any,
-    scale_slot_stride: Any,
-    scale_head_stride: Any,
-    num_tokens: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    half: Any,
-    num_rest: Any,
-    page_size: Any,
-    eps: Any,
-    norms: Any,
-    rotates: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    key_scales_ptr: tl.tensor,
+    value_scales_ptr: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    page_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    kv_head_stride: tl.tensor,
+    scale_page_stride: tl.tensor,
+    scale_slot_stride: tl.tensor,
+    scale_head_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    num_heads: tl.tensor,
+    num_kv_heads: tl.tensor,
+    half: tl.tensor,
+    num_rest: tl.tensor,
+    page_size: tl.tensor,
+    eps: tl.tensor,
+    norms: tl.tensor,
+    rotates: tl.tensor,
     INT8: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -110,30 +115,33 @@ def attention_inputs_kernel(
     kv_head = tl.where(is_value, head - num_heads - num_kv_heads, head - num_heads)
     lows = tl.arange(0, BLOCK)[None, :]
     in_half = is_there[:, None] & (lows < half)
-    in_rest = is_there[:, None] & (lows < num_rest)
+    rests = tl.arange(0, 2 * BLOCK)[None, :]
+    in_rest = is_there[:, None] & (rests < num_rest)
 
     key_at = k_ptr + token * k_token_stride + kv_head * k_head_stride
     value_at = v_ptr + token * v_token_stride + kv_head * v_head_stride
     query_at = q_ptr + token * q_token_stride + head * q_head_stride
-    at = tl.where(is_query, query_at, tl.where(is_value, value_at, key_at))[:, None] + lows
+    head_at = tl.where(is_query, query_at, tl.where(is_value, value_at, key_at))[:, None]
+    at = head_at + lows
     first = tl.load(at, mask=in_half, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=in_half, other=0.0).to(tl.float32)
-    rest = tl.zeros((ROWS, BLOCK), tl.float32)
+    rest = tl.zeros((ROWS, 2 * BLOCK), tl.float32)
     if num_rest > 0:
-        rest = tl.load(at + 2 * half, mask=in_rest, other=0.0).to(tl.float32)
+        rest = tl.load(head_at + 2 * half + rests, mask=in_rest, other=0.0).to(tl.float32)
 
     keeps = is_value[:, None]
     if norms != 0:
-        squares = tl.sum(first * first + second * second + rest * rest, 1)
+        squares = tl.sum(first * first + second * second, 1) + tl.sum(rest * rest, 1)
         factor = tl.rsqrt(squares / (2 * half + num_rest) + eps)[:, None]
-        weight_at = tl.where(is_query, q_weight_ptr, k_weight_ptr)[:, None] + lows
-        weight = tl.load(weight_at, mask=in_half & (keeps == 0), other=0.0)
-        first = _normed(first, factor, weight, keeps, dtype)
-        weight = tl.load(weight_at + half, mask=in_half & (keeps == 0), other=0.0)
-        second = _normed(second, factor, weight, keeps, dtype)
+        weights_at = tl.where(is_query, q_weight_ptr, k_weight_ptr)[:, None]
+        weight_at = weights_at + lows
+        low_weight = tl.load(weight_at, mask=in_half & (keeps == 0), other=0.0)
+        first = _normed(first, factor, low_weight, keeps, dtype)
+        high_weight = tl.load(weight_at + half, mask=in_half & (keeps == 0), other=0.0)
+        second = _normed(second, factor, high_weight, keeps, dtype)
         if num_rest > 0:
-            weight = tl.load(weight_at + 2 * half, mask=in_rest & (keeps == 0), other=0.0)
-            rest = _normed(rest, factor, weight, keeps, dtype)
+            rest_weight = tl.load(weights_at + 2 * half + rests, mask=in_rest & (keeps == 0), other=0.0)
+            rest = _normed(rest, factor, rest_weight, keeps, dtype)
     if rotates != 0:
         angles = (token * half)[:, None] + lows
         cos = tl.load(cos_ptr + angles, mask=in_half & (keeps == 0), other=0.0).to(tl.float32)
@@ -143,7 +151,7 @@ def attention_inputs_kernel(
         first = tl.where(keeps, first, turned)
 
     out_at = out_ptr + (token * num_heads + head) * (2 * half + num_rest)
-    _store(out_at, first, second, rest, lows, half, num_rest, (is_there & is_query)[:, None], dtype)
+    _store(out_at, first, second, rest, lows, rests, half, num_rest, (is_there & is_query)[:, None], dtype)
     # A padded token's slot is -1: nothing is written.
     is_entry = is_there & (is_query == 0)
     slot = tl.load(slots_ptr + token, mask=is_entry, other=-1)
@@ -153,15 +161,15 @@ def attention_inputs_kernel(
     place = page * page_stride + offset * slot_stride + kv_head * kv_head_stride
     entry_at = tl.where(is_value, values_ptr, keys_ptr) + place
     if INT8:
-        largest = tl.maximum(tl.maximum(magnitudes(first), magnitudes(second)), magnitudes(rest))
-        scale = int8_scale(tl.max(largest, 1))
+        largest = tl.max(tl.maximum(magnitudes(first), magnitudes(second)), 1)
+        scale = int8_scale(tl.maximum(largest, tl.max(magnitudes(rest), 1)))
         scale_at = page * scale_page_stride + offset * scale_slot_stride + kv_head * scale_head_stride
         tl.store(tl.where(is_value, value_scales_ptr, key_scales_ptr) + scale_at, scale, mask=is_entry)
         first = int8_numbers(first, scale[:, None])
         second = int8_numbers(second, scale[:, None])
         rest = int8_numbers(rest, scale[:, None])
     kind: tl.constexpr = keys_ptr.dtype.element_ty
-    _store(entry_at, first, second, rest, lows, half, num_rest, is_entry[:, None], kind)
+    _store(entry_at, first, second, rest, lows, rests, half, num_rest, is_entry[:, None], kind)
 
 
 # --- every form that is launched --------------------------------------------------------------------------------------
@@ -275,7 +283,7 @@ def _run(
     num_rows = num_tokens * (q.shape[1] + k.shape[1] + v.shape[1])
     half = head_dim // 2 if angles is None else angles[0].shape[-1]
     num_rest = head_dim - 2 * half
-    block = next(block for block in _ROWS if block >= max(half, num_rest))
+    block = next(block for block in _ROWS if half <= block and num_rest <= 2 * block)
     assert k.dtype == v.dtype == q.dtype and k.shape == v.shape and num_rest >= 0
     if not num_rows:
         return

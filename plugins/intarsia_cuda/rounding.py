@@ -3,9 +3,10 @@
 The dtypes are the references' own: what torch rounds between two of its ops, a fused kernel rounds in registers.
 """
 
-from __future__ import annotations
+# Triton has no type hints.
+# mypy: disable-error-code="untyped-decorator"
 
-from typing import Any
+from __future__ import annotations
 
 import triton
 import triton.language as tl
@@ -18,26 +19,26 @@ _ENDLESS = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def rounded(x: Any, dtype: tl.constexpr) -> Any:
+def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return float32 numbers rounded to a dtype, in float32."""
     return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def magnitudes(x: Any) -> Any:
+def magnitudes(x: tl.tensor) -> tl.tensor:
     """Return absolute values, and infinity for NaN, which a maximum would pass over."""
     size = tl.abs(x)
     return tl.where(size < _ENDLESS, size, _ENDLESS)
 
 
 @triton.jit
-def int8_scale(largest: Any) -> Any:
+def int8_scale(largest: tl.tensor) -> tl.tensor:
     """Return the scale of int8 numbers whose largest magnitude this is: NaN where that is not finite."""
     return tl.where(largest < _ENDLESS, largest * _STEP, float("nan"))
 
 
 @triton.jit
-def int8_numbers(x: Any, scale: Any) -> Any:
+def int8_numbers(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Return x / scale as int8, to nearest, ties to even; zeros where the scale is 0 or NaN."""
     is_plain = scale > 0
     quotient = tl.where(is_plain, tl.div_rn(tl.where(is_plain, x, 0.0), tl.where(is_plain, scale, 1.0)), 0.0)
@@ -47,7 +48,7 @@ def int8_numbers(x: Any, scale: Any) -> Any:
 
 
 @triton.jit
-def tanh(x: Any) -> Any:
+def tanh(x: tl.tensor) -> tl.tensor:
     """Return the hyperbolic tangent of float32: near 0 by Cephes' polynomial (`tanhf`), else by the exponential."""
     size = tl.abs(x)
     far = 1 - 2 / (tl.exp(2 * size) + 1)

@@ -18,9 +18,10 @@ ties too. Blocks, and with them every sum, depend on the vocabulary alone: a row
 Shape legend: L rows of logits, V vocab, B blocks of a row.
 """
 
-from __future__ import annotations
+# Triton has no type hints.
+# mypy: disable-error-code="untyped-decorator"
 
-from typing import Any
+from __future__ import annotations
 
 import torch
 import triton
@@ -32,7 +33,8 @@ from intarsia_cuda.forms import form
 _BLOCK = 1024
 #: Blocks whose maxima one program reads at once: a vocabulary of a million.
 _MOST_BLOCKS = 1024
-_WARPS = 8
+#: Of the program that has a whole row to itself.
+_WARPS = 16
 #: Rows at once: their weights take 8 bytes a token.
 _ROWS = 64
 #: The lowest int32, which is no logit's key, nor is the next; and the bits of one but its sign.
@@ -45,14 +47,14 @@ _ENDLESS = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _key(logits: Any) -> Any:
+def _key(logits: tl.tensor) -> tl.tensor:
     """Return int32 numbers that rise with the logits; -0 is 0."""
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ _SIGNLESS, bits)
 
 
 @triton.jit
-def _block(logits_ptr: Any, block: Any, vocab: Any, BLOCK: tl.constexpr) -> Any:
+def _block(logits_ptr: tl.tensor, block: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """Return a block of a row, -inf behind its end; only the last needs a mask, which would part wide loads."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     if (block + 1) * BLOCK <= vocab:
@@ -64,7 +66,12 @@ def _block(logits_ptr: Any, block: Any, vocab: Any, BLOCK: tl.constexpr) -> Any:
 
 @triton.jit(do_not_specialize=["vocab", "num_blocks"])
 def maxima_kernel(
-    logits_ptr: Any, maxima_ptr: Any, stride: Any, vocab: Any, num_blocks: Any, BLOCK: tl.constexpr
+    logits_ptr: tl.tensor,
+    maxima_ptr: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     """Find the highest logit of a block; NaN where it holds one."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -76,13 +83,13 @@ def maxima_kernel(
 
 @triton.jit(do_not_specialize=["vocab", "num_blocks"])
 def weights_kernel(
-    logits_ptr: Any,
-    maxima_ptr: Any,
-    temperatures_ptr: Any,
-    weights_ptr: Any,
-    stride: Any,
-    vocab: Any,
-    num_blocks: Any,
+    logits_ptr: tl.tensor,
+    maxima_ptr: tl.tensor,
+    temperatures_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
@@ -97,17 +104,17 @@ def weights_kernel(
 
 @triton.jit
 def _measures(
-    logits_ptr: Any,
-    weights_ptr: Any,
-    maxima_ptr: Any,
-    vocab: Any,
-    num_blocks: Any,
-    floor: Any,
-    low: Any,
-    step: Any,
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    maxima_ptr: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
+    floor: tl.tensor,
+    low: tl.tensor,
+    step: tl.tensor,
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Return the weight, or number, of tokens whose key reaches low + step, low + 2 step and low + 3 step.
 
     Tokens below `floor` do not count.
@@ -133,16 +140,16 @@ def _measures(
 
 @triton.jit
 def _last_kept(
-    logits_ptr: Any,
-    weights_ptr: Any,
-    maxima_ptr: Any,
-    vocab: Any,
-    num_blocks: Any,
-    floor: Any,
-    target: Any,
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    maxima_ptr: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
+    floor: tl.tensor,
+    target: tl.tensor,
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Return the highest key at or above which the tokens from `floor` on have this weight, or are so many."""
     low = tl.full((), _LOWEST, tl.int32)
     step = tl.full((), 1 << 30, tl.int32)
@@ -160,8 +167,14 @@ def _last_kept(
 
 @triton.jit
 def _above(
-    logits_ptr: Any, weights_ptr: Any, maxima_ptr: Any, vocab: Any, num_blocks: Any, key: Any, BLOCK: tl.constexpr
-) -> Any:
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    maxima_ptr: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
+    key: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
     """Return the weight of tokens whose keys are above one, and the weight of one token that has it."""
     above = tl.zeros((BLOCK,), tl.float64)
     equal = tl.zeros((BLOCK,), tl.float64)
@@ -176,16 +189,16 @@ def _above(
 
 @triton.jit
 def _kept(
-    logits_ptr: Any,
-    weights_ptr: Any,
-    vocab: Any,
-    block: Any,
-    floor: Any,
-    ties: Any,
-    seen: Any,
-    min_p: Any,
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    vocab: tl.tensor,
+    block: tl.tensor,
+    floor: tl.tensor,
+    ties: tl.tensor,
+    seen: tl.tensor,
+    min_p: tl.tensor,
     BLOCK: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Return the weights of a block, 0 for what is not kept, and how many tokens of the floor's key it has."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     keys = _key(_block(logits_ptr, block, vocab, BLOCK))
@@ -198,17 +211,17 @@ def _kept(
 
 @triton.jit(do_not_specialize=["vocab", "num_blocks"])
 def draw_kernel(
-    logits_ptr: Any,
-    weights_ptr: Any,
-    maxima_ptr: Any,
-    top_ks_ptr: Any,
-    top_ps_ptr: Any,
-    min_ps_ptr: Any,
-    uniforms_ptr: Any,
-    ids_ptr: Any,
-    stride: Any,
-    vocab: Any,
-    num_blocks: Any,
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    maxima_ptr: tl.tensor,
+    top_ks_ptr: tl.tensor,
+    top_ps_ptr: tl.tensor,
+    min_ps_ptr: tl.tensor,
+    uniforms_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    stride: tl.tensor,
+    vocab: tl.tensor,
+    num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
