@@ -123,6 +123,11 @@ class Link:
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its thread is no more: it was closed, or came upon a fault of its own."""
+        return self._ended is not None
+
     def new_name(self) -> str:
         """Return an id that no request or question of this link has had."""
         return str(next(self._names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -124,6 +125,11 @@ def read_welcome(message: Message) -> Welcome:
         limits = ServerLimits(**{key: value for key, value in body["limits"].items() if key in known})
     except (TypeError, ValueError) as error:
         raise MalformedError(f"limits: {error}", field="limits") from error
+    for name in ("heartbeat_s", "grace_s"):
+        if not 0 < body[name] < math.inf:
+            raise wrong(name, body[name], "a finite number of seconds above 0", MalformedError)
+    if not all(type(request_id) is str for request_id in body["requests"]):
+        raise MalformedError("requests: not an array of request ids", field="requests")
     served = Served(
         server=body.get("server", {}),
         model=body["model"],

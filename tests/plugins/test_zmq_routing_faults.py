@@ -766,6 +766,21 @@ def test_nonsense_of_a_replica_costs_its_requests_a_move_and_nothing_else(tmp_pa
         eventually(lambda: not held(router))
 
 
+def test_a_link_that_comes_upon_a_fault_of_its_own_is_made_anew(tmp_path, caplog):
+    with fleet(tmp_path, Patient(), None) as (router, servers), Client(router.address, timeout_s=20) as client:
+        stream = client.stream("x", params(200))
+        got = ids([next(stream)])
+        address = busy(router)
+        loop = router.server._lifecycle.loop
+        (broken,) = [each for each in loop.fleet if each.name == address]
+        link = broken.link
+        link.post(lambda: 1 / 0)
+        assert got + ids(stream) == list(range(200))
+        eventually(lambda: broken.link is not link and listed(router)[address]["state"] == "ready")
+        assert "the client's thread ends" in caplog.text
+        eventually(lambda: is_idle(router, *servers))
+
+
 # --- cancelling -------------------------------------------------------------------------------------------------------
 
 

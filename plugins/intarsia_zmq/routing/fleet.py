@@ -61,13 +61,15 @@ class Fleet:
             return
         self._numbers += 1
         number = self._numbers
+        made = Replica(name=name, link=self._link(name, number), options=self.options)
+        self._replicas[name] = self._by_number[number] = made
 
+    def _link(self, name: str, number: int) -> ReplicaLink:
         def deliver(events: Events) -> None:
             self._inbox.append((number, events))
             self.wake()
 
-        made = Replica(name=name, link=self.open_link(name, deliver), options=self.options)
-        self._replicas[name] = self._by_number[number] = made
+        return self.open_link(name, deliver)
 
     def drain(self, name: str) -> None:
         """Give a replica nothing more; it finishes what it has.
@@ -126,7 +128,9 @@ class Fleet:
 
     def tick(self, now: float) -> None:
         """Ask who has to be asked how it is, and hold newcomers to what the others serve."""
-        for replica in self._replicas.values():
+        for number, replica in self._by_number.items():
+            if replica.link.has_ended and not replica.attempts:
+                replica.relink(self._link(replica.name, number))
             replica.tick(now)
         known = [replica for replica in self._replicas.values() if replica.model is not None]
         if known and (self._model is None or all(replica.misfit for replica in self._replicas.values())):

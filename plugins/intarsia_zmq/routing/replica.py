@@ -34,6 +34,9 @@ class ReplicaLink(Protocol):
 
     connection: Connection
 
+    @property
+    def has_ended(self) -> bool: ...
+
     def new_name(self) -> str: ...
 
     def post(self, work: Callable[..., None], *arguments: Any) -> None: ...
@@ -146,6 +149,12 @@ class Replica:
             "lost": self.num_lost,
             "step_age_s": self.step_age_s,
         }
+
+    def relink(self, link: ReplicaLink) -> None:
+        """Go on with another link; what was on the way by the old one has ended with that."""
+        self.link = link
+        self._pending.clear()
+        self._ping_at = 0.0
 
     def tick(self, now: float) -> None:
         """Ask it how it is, where it is time. Called some times a second."""
