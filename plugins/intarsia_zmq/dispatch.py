@@ -283,9 +283,10 @@ class Dispatch:
             message = Message(asked.kind, asked.request_id, 0, body)
         self._say(asked.connection, message)
 
-    def fail(self) -> None:
-        """Tell every client that its requests are lost."""
-        for connection, frames in self.sessions.fail(ExecutionError("the engine failed; this request is lost")):
+    def fail(self, error: BaseException) -> None:
+        """Tell every client that its requests are lost, and why, where that is for users to know."""
+        why = f"the engine failed: {error}" if isinstance(error, IntarsiaError) else "the engine failed"
+        for connection, frames in self.sessions.fail(ExecutionError(f"{why}; this request is lost")):
             self.send(connection, frames)
         self.sessions.abandoned()
 

@@ -250,7 +250,7 @@ class Server:
             case Failed(error):
                 log.error("the engine failed: %s: %s", type(error).__name__, error)
                 self._lifecycle.failure = error
-                self._dispatch.fail()
+                self._dispatch.fail(error)
             case Stopped():
                 pass  # the thread is joined when the server closes
 

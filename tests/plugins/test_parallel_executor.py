@@ -145,3 +145,22 @@ def test_a_drafter_that_runs_the_target_is_refused_by_name(model):
     with pytest.raises(CompositionError, match="drafter 'layer_skip' runs layers of the target"):
         parallel(model, pp=2, sections={"drafter": {"use": "layer_skip", "layers": 1}})
     assert children() == before
+
+
+# --- SmolLM2 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_smollm2_in_stages_says_what_it_says_in_one_process(stages):
+    """Case L02: its head is its embedding, which both ends load; 30 layers do not divide by 4."""
+    engine_options = {"max_model_len": 256}
+    sections = {"engine": engine_options, "cache": {"memory": "64MiB"}, "scheduler": "inflight"}
+    prompts = ["The capital of France is", "Once upon a time, there was a little girl who", "def fibonacci(n):"]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    with engine_of("smollm2", **sections) as one:
+        wanted = [each.token_ids for each in one.generate(prompts, params)]
+    with parallel("smollm2", pp=stages, sections=sections) as engine:
+        shares = engine.parts.executor.context.partition.shares
+        assert [layer for share in shares for layer in share.layers] == list(range(30))
+        assert [each.token_ids for each in engine.generate(prompts, params)] == wanted

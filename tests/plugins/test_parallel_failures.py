@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from intarsia import Request, SamplingParams
 from intarsia.errors import ExecutionError, IntarsiaError
+from intarsia_zmq import Client
 from models import tiny_llama
 from ranks import children, is_gone, parallel, pids, wait_until
+from server_process import process
 
 LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 
@@ -251,3 +254,27 @@ def test_a_pause_of_all_ranks_together_is_no_failure(model):
         watcher.wait(20)
         assert completion.finish_reason == "length"
         assert engine.generate([[1, 2, 3]], LONG)[0].token_ids == completion.token_ids
+
+
+# --- behind a server --------------------------------------------------------------------------------------------------
+
+
+def children_of(pid):
+    """Return the process ids of a process's children."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
+        int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()
+    ]
+
+
+@pytest.mark.slow
+def test_clients_of_a_server_hear_which_rank_was_lost(model, tmp_path):
+    options = ("executor.use=parallel", "executor.pp=2", 'engine.plugins.block=["cpu"]', "engine.max_model_len=512")
+    args = [text for option in options for text in ("-o", option)]
+    with process(tmp_path, model, *args) as server, Client(server.address) as client:
+        with pytest.raises(ExecutionError, match=r"the engine failed: rank 1 \(stage 1 of 2.*SIGKILL"):
+            for index, _ in enumerate(client.stream([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))):
+                if index == 3:
+                    (rank,) = children_of(server.process.pid)
+                    os.kill(rank, signal.SIGKILL)
+        assert server.wait() == 1, server.said()
+        assert is_gone(rank)

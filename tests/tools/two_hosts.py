@@ -25,7 +25,7 @@ _TIMEOUT_S = 240
 def why_not() -> str | None:
     """Return why this machine can make no namespaces, or None where it can."""
     alone = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    command = ["unshare", *alone, "--net", "ip", "link", "add", "a", "type", "veth", "peer", "name", "b"]
+    command = ["unshare", *alone, "--net", "ip", "link", "add", "name", "one", "type", "veth", "peer", "name", "two"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
