@@ -20,7 +20,7 @@ from intarsia.compose import compose
 from intarsia.config import load_config
 from intarsia.hookspecs import hookimpl
 from intarsia.plugins import Registry
-from intarsia.types import Demand, PluginsOptions, Provider, Row
+from intarsia.types import BatchPlan, Demand, Entered, PluginsOptions, Provider, Row, SamplingParams
 from intarsia_parallel.options import ParallelOptions
 from intarsia_parallel.partition import build as build_partition
 
@@ -59,13 +59,7 @@ class SlicedRank:
     """One rank of a composed model: loads its share and runs rows."""
 
     def __init__(self, sections, executor, rank=0, group=None, registry=None):
-        engine = {"dtype": "float32", "threads": 1, "max_model_len": 128} | sections.get("engine", {})
-        plain = {"kernels": "torch", "runner": "eager", "attention": "eager", "cache": {"memory": "8MiB"}}
-        config = load_config(
-            plain | sections | {"engine": engine, "executor": {"use": "held", "rank": rank} | executor}
-        )
-        registry = registry or Registry.discover(config.engine.plugins, [sys.modules[__name__]])
-        self.parts = compose(config, registry)
+        self.parts = self.composed(sections, executor, rank, registry)
         self.context = self.parts.executor.context
         self.tensor = self.context.partition.tensor
         self.group = group
@@ -74,35 +68,76 @@ class SlicedRank:
         self.stage.load(lambda *_: None)
         self.stage.allocate()
 
+    @staticmethod
+    def composed(sections, executor, rank=0, registry=None):
+        """Compose one rank; nothing is loaded."""
+        engine = {"dtype": "float32", "threads": 1, "max_model_len": 128} | sections.get("engine", {})
+        plain = {"kernels": "torch", "runner": "eager", "attention": "eager", "cache": {"memory": "8MiB"}}
+        held = {"engine": engine, "executor": {"use": "held", "rank": rank} | executor}
+        config = load_config(plain | sections | held)
+        return compose(config, registry or Registry.discover(config.engine.plugins, [sys.modules[__name__]]))
+
     def row(self, name, ids, start=0):
         cache = self.parts.cache
         assert cache.reserve((name, 0), ids, len(ids)) is not None
         return Row(sequence_id=(name, 0), token_ids=tuple(ids[start:]), start=start, pages=cache.pages((name, 0)))
 
     @torch.inference_mode()
-    def run(self, rows, wanted=None, *, plain=False):
-        """Return the logits after some tokens (all of them by default) on the first rank."""
+    def run(self, rows):
+        """Return the logits after every token on the first rank."""
         batch = self.stage.batch(rows, [row.token_ids for row in rows])
-        rows_L = tuple(range(len(batch.ids_T))) if wanted is None else tuple(batch.logits_L.tolist())
-        demand = Demand(rows_L=rows_L, plain_L=(plain,) * len(rows_L))
-        return self.tensor.gather_logits(self.stage.logits(self.stage.run(batch), rows_L), demand)
+        count = len(batch.ids_T)
+        demand = Demand(rows_L=tuple(range(count)), plain_L=(False,) * count)
+        return self.tensor.gather_logits(self.stage.logits(self.stage.run(batch), demand.rows_L), demand)
 
-    def greedy(self, prompts, steps):
-        """Return the ids that follow each prompt, all prompts in one batch."""
-        known = [list(ids) for ids in prompts]
+    @torch.inference_mode()
+    def generate(self, prompts, params, steps):
+        """Return the ids that follow each prompt, all in one batch, as the first rank chooses them, and its results."""
+        entered = [
+            Entered(
+                sequence_id=(str(i), 0),
+                params=one.filled(self.parts.sampling),
+                seed=one.seed or 0,
+                token_ids=tuple(prompt),
+                num_prompt=len(prompt),
+            )
+            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        ]
+        plan = BatchPlan(entered=tuple(entered))
+        demands, choosing = self.context.build_demands(self.context), self.context.build_choosing(self.context)
+        demands.meet(plan)
+        choosing.meet(plan)
+        known, results = [list(ids) for ids in prompts], []
         for step in range(steps):
             starts = [len(ids) - 1 if step else 0 for ids in known]
             rows = [self.row(str(i), ids, start) for i, (ids, start) in enumerate(zip(known, starts, strict=True))]
-            logits = self.run(rows, "last", plain=True)
-            chosen = torch.zeros(len(rows), dtype=torch.int64) if logits is None else logits.argmax(-1)
-            if self.tensor.size > 1:
-                self.group.broadcast([chosen]).wait()
+            chosen, found = self._choose(rows, demands, choosing)
+            results.append(found)
             for ids, token in zip(known, chosen.tolist(), strict=True):
                 ids.append(token)
-        return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)]
+        return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)], results
+
+    def _choose(self, rows, demands, choosing):
+        batch = self.stage.batch(rows, [row.token_ids for row in rows])
+        hidden = self.stage.run(batch)
+
+        def logits_of(demand):
+            return self.tensor.gather_logits(self.stage.logits(hidden, demand.rows_L), demand)
+
+        chosen, results = torch.zeros(len(rows), dtype=torch.int64), []
+        if self.tensor.rank == 0:
+            results = choosing.choose(rows, batch.bounds, logits_of)
+            assert not any(result.error for result in results), results
+            chosen = torch.tensor([result.token_ids[0] for result in results])
+        else:
+            for demand in demands.of(rows, batch.bounds):
+                logits_of(demand)
+        if self.tensor.size > 1:
+            self.group.broadcast([chosen]).wait()
+        return chosen, results
 
 
-def _answer(rank, prompts, steps):
+def _answer(rank, prompts, params, steps):
     found = {}
     for number, prompt in enumerate(prompts):
         found[f"logits{number}"] = rank.run([rank.row(f"whole{number}", prompt)])
@@ -113,7 +148,12 @@ def _answer(rank, prompts, steps):
     rank.tensor.traffic.clear()
     found["mixed"] = rank.run(rows)
     traffic = rank.tensor.traffic.figures()
-    found["greedy"] = torch.tensor(rank.greedy(prompts, steps))
+    ids, results = rank.generate(prompts, params, steps)
+    found["ids"] = torch.tensor(ids)
+    reported = [entry for step in results for result in step for entry in result.logprobs]
+    if reported:
+        # As many of the likeliest as there are ids: each id with its log-probability.
+        found["top"] = torch.tensor([sorted(entry.top) for entry in reported])
     return found, traffic
 
 
@@ -125,9 +165,12 @@ def main(folder, rank, size):
     registry = Registry.discover(PluginsOptions(), [sys.modules[__name__]])
     for name, job in json.loads((folder / "jobs.json").read_text()).items():
         one = SlicedRank(job["sections"], {"tp": size} | job["executor"], rank, group, registry)
-        found, traffic[name] = _answer(one, job["prompts"], job["steps"])
+        found, traffic[name] = _answer(
+            one, job["prompts"], [SamplingParams(**each) for each in job["params"]], job["steps"]
+        )
         arrays |= {f"{name}/{key}": tensor.numpy() for key, tensor in found.items() if tensor is not None}
     (folder / f"traffic{rank}.json").write_text(json.dumps(traffic))
+    group.barrier().wait()
     if rank == 0:
         np.savez(folder / "results.npz", **arrays)
 
@@ -159,3 +202,5 @@ def run_ranks(folder, size, jobs):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    # All is written. A process group that is taken down with the interpreter may end it by a signal.
+    os._exit(0)

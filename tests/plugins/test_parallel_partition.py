@@ -10,6 +10,8 @@ from attrs import evolve
 import sliced_ranks
 from engines import engine_of
 from families import CASES, saved
+from intarsia.checkpoints import SafetensorsTensor
+from intarsia.cli import run
 from intarsia.compose import compose
 from intarsia.config import load_config
 from intarsia.errors import CompositionError
@@ -99,7 +101,7 @@ def test_a_runner_of_whole_models_is_refused_where_ranks_share_one(tmp_path):
     with pytest.raises(
         CompositionError, match=r"'cpu_fused' cannot be used here: ranks share the model, and it has no"
     ):
-        composed(model, executor={"tp": 2}, runner="cpu_fused", attention="auto", kernels="auto")
+        composed(model, executor={"tp": 2}, runner="cpu_fused")
 
 
 # --- what is held -----------------------------------------------------------------------------------------------------
@@ -211,6 +213,22 @@ def loaded_bytes(rank):
     for part in (runner.embed, runner.positions, runner.layers, runner.norm, runner.head):
         walk(part)
     return total
+
+
+def test_a_rank_reads_no_more_of_a_file_than_it_holds(tmp_path, monkeypatch):
+    """But for what all ranks hold: here norms."""
+    model, _ = tiny_llama(tmp_path, heads=4, kv_heads=4, vocab=258)
+    read, sliced = SafetensorsTensor.read, SafetensorsTensor.read_slice
+    whole, slices = [], []
+    monkeypatch.setattr(SafetensorsTensor, "read", lambda one, out: (whole.append(one.name), read(one, out))[1])
+    monkeypatch.setattr(
+        SafetensorsTensor,
+        "read_slice",
+        lambda one, out, rows, columns: (slices.append(out.numel()), sliced(one, out, rows, columns))[1],
+    )
+    rank = SlicedRank({"model": str(model)}, {"tp": 2}, 1)
+    assert all(name.endswith("norm.weight") for name in whole)
+    assert 4 * (sum(slices) + 64 * len(whole)) == rank.parts.weight_bytes
 
 
 def test_gguf_tensors_are_read_in_their_slices():
@@ -365,6 +383,24 @@ def test_explain_says_who_holds_what_before_anything_starts(tmp_path):
         assert one["cache"] == rank.stage._cache.num_bytes
     assert report["stage"] == 64 * 4 // 2
     assert report["logits"] == {"whole": 129 * 4, "likeliest": 16}
+
+
+def test_the_command_line_says_what_each_rank_holds(tmp_path, capsys):
+    model, _ = tiny_llama(tmp_path, heads=4, kv_heads=2)
+    assert run(["explain", "-o", f"model={model}", "-o", "executor={use='parallel',tp=2,pp=2,sequence=true}"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 slices x 2 stages, activations sharded along tokens; this is rank 0" in said
+    assert said.count("rank 3 layers") == 1
+    assert "a row from each slice to the first, 16 if greedy" in said
+
+
+def test_sums_over_ranks_promise_no_bits_and_a_demand_for_them_is_refused(tmp_path):
+    model, _ = tiny_llama(tmp_path)
+    sections = {"attention": "tiled", "engine": {"invariance": "bitwise"}}
+    assert composed(model, executor={"pp": 2}, **sections)[1].invariance == "bitwise"
+    assert composed(model, executor={"tp": 2}, attention="tiled")[1].invariance == "numeric"
+    with pytest.raises(CompositionError, match=r"all_reduce of kernels 'parallel' keeps 'numeric'"):
+        composed(model, executor={"tp": 2}, **sections)
 
 
 def test_one_process_has_nothing_to_share(tmp_path):
