@@ -387,7 +387,9 @@ def test_explain_says_who_holds_what_before_anything_starts(tmp_path):
 
 def test_the_command_line_says_what_each_rank_holds(tmp_path, capsys):
     model, _ = tiny_llama(tmp_path, heads=4, kv_heads=2)
-    assert run(["explain", "-o", f"model={model}", "-o", "executor={use='parallel',tp=2,pp=2,sequence=true}"]) == 0
+    plain = ("-o", "kernels=torch", "-o", "runner=eager", "-o", "attention=eager")
+    executor = "executor={use='parallel',tp=2,pp=2,sequence=true}"
+    assert run(["explain", *plain, "-o", f"model={model}", "-o", executor]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "2 slices x 2 stages, activations sharded along tokens; this is rank 0" in said
     assert said.count("rank 3 layers") == 1
