@@ -25,14 +25,19 @@ _GELU_SCALE = tl.constexpr(-1.5957691216057308)
 _GELU_CUBE = tl.constexpr(0.044715)
 
 
-@triton.jit(do_not_specialize=["cap"])
+#: Which one a launch computes: told at run time, so that one form serves all.
+_SILU, _GELU_TANH, _SOFT_CAP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["kind", "is_gated"])
 def activate_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
     stride: tl.tensor,
     width: tl.tensor,
     cap: tl.tensor,
-    OP: tl.constexpr,
+    kind: tl.tensor,
+    is_gated: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """Compute a block of a row; of gated ones the gate is in the first `width` features and up behind it."""
@@ -40,33 +45,32 @@ def activate_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     mask = columns < width
     x = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
-    if OP == "soft_cap":
-        y = rounded(tanh(rounded(tl.div_rn(x, cap), dtype)), dtype) * cap
-    elif OP == "silu_mul":
+    y = x
+    if kind == _SILU:
         y = x / (1 + tl.exp(-x))
-    else:
+    elif kind == _GELU_TANH:
         # x / 2 * (1 + tanh(u)) without the cancellation.
         y = x / (1 + tl.exp((x + x * x * x * _GELU_CUBE) * _GELU_SCALE))
-    if OP == "silu_mul" or OP == "gelu_tanh_mul":
+    else:
+        y = rounded(tanh(rounded(tl.div_rn(x, cap), dtype)), dtype) * cap
+    if is_gated != 0:
         up = tl.load(x_ptr + row * stride + width + columns, mask=mask, other=0.0)
         y = rounded(y, dtype) * up.to(tl.float32)
     tl.store(out_ptr + row * width + columns, y.to(dtype), mask=mask)
 
 
-_OPS = ("silu_mul", "gelu_tanh_mul", "gelu_tanh", "soft_cap")
-
-
 def specialisations() -> list[Specialisation]:
     """Return every form of the activations."""
+    numbers = dict.fromkeys(("stride", "width"), "i32"), {"cap": "fp32", "kind": "i32", "is_gated": "i32"}
     return [
         form(
-            f"{op}[{dtype}]",
+            f"activate[{dtype}]",
             activate_kernel,
-            {"x_ptr": pointer(dtype), "out_ptr": pointer(dtype), "stride": "i32", "width": "i32", "cap": "fp32"},
-            {"OP": op, "BLOCK": _BLOCK},
-            everywhere=op == "silu_mul" and dtype == "bfloat16",
+            {"x_ptr": pointer(dtype), "out_ptr": pointer(dtype), **numbers[0], **numbers[1]},
+            {"BLOCK": _BLOCK},
+            loose=("kind", "is_gated"),
+            everywhere=dtype == "bfloat16",
         )
-        for op in _OPS
         for dtype in DTYPES
     ]
 
@@ -74,32 +78,33 @@ def specialisations() -> list[Specialisation]:
 _FORMS = table(specialisations())
 
 
-def _activate(x_TF: torch.Tensor, op: str, *, gated: bool = False, cap: float = 1.0) -> torch.Tensor:
+def _activate(x_TF: torch.Tensor, kind: int, *, gated: bool = False, cap: float = 1.0) -> torch.Tensor:
     if x_TF.stride(-1) != 1 and x_TF.shape[-1] != 1:
         x_TF = x_TF.contiguous()
     width = x_TF.shape[1] // 2 if gated else x_TF.shape[1]
     out = torch.empty((len(x_TF), width), dtype=x_TF.dtype, device=x_TF.device)
     if out.numel():
         grid = (len(x_TF), triton.cdiv(width, _BLOCK))
-        _FORMS[f"{op}[{name_of(x_TF)}]"].launch(grid, x_TF, out, x_TF.stride(0), width, float(cap))
+        stride, chosen = x_TF.stride(0), _FORMS[f"activate[{name_of(x_TF)}]"]
+        chosen.launch(grid, x_TF, out, stride, width, float(cap), kind, int(gated))
     return out
 
 
 def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, where gate is the first half of the features and up the second."""
-    return _activate(gate_up_T2F, "silu_mul", gated=True)
+    return _activate(gate_up_T2F, _SILU.value, gated=True)
 
 
 def gelu_tanh_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Return gelu(gate) * up, as `silu_mul`, with the tanh form of gelu."""
-    return _activate(gate_up_T2F, "gelu_tanh_mul", gated=True)
+    return _activate(gate_up_T2F, _GELU_TANH.value, gated=True)
 
 
 def gelu_tanh(x_TF: torch.Tensor) -> torch.Tensor:
     """Return gelu(x) in its tanh form."""
-    return _activate(x_TF, "gelu_tanh")
+    return _activate(x_TF, _GELU_TANH.value)
 
 
 def soft_cap(x_LV: torch.Tensor, cap: float) -> torch.Tensor:
     """Return cap * tanh(x / cap)."""
-    return _activate(x_LV, "soft_cap", cap=cap)
+    return _activate(x_LV, _SOFT_CAP.value, cap=cap)

@@ -33,15 +33,40 @@ MAX_HEAD_DIM = 2 * max(_ROWS)
 
 
 @triton.jit
-def _normed(x: tl.tensor, factor: tl.tensor, weight: tl.tensor, keeps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return x * factor * weight with the reference's roundings; rows that `keeps` as they are."""
+def _loaded(
+    q_at: tl.tensor, k_at: tl.tensor, v_at: tl.tensor, is_q: tl.tensor, is_k: tl.tensor, is_v: tl.tensor
+) -> tl.tensor:
+    """Return what lies behind the pointers of each row's kind, in the dtype it has; 0 where a row is of none.
+
+    A load a kind, each masked: of pointers that are selected Triton does not know how they are aligned, and would load
+    number by number.
+    """
+    q = tl.load(q_at, mask=is_q, other=0.0)
+    k = tl.load(k_at, mask=is_k, other=0.0)
+    v = tl.load(v_at, mask=is_v, other=0.0)
+    return tl.where(is_q, q, tl.where(is_k, k, v))
+
+
+@triton.jit
+def _normed(
+    x: tl.tensor,
+    factor: tl.tensor,
+    q_weight_at: tl.tensor,
+    k_weight_at: tl.tensor,
+    is_q: tl.tensor,
+    is_k: tl.tensor,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """Return queries and keys * factor * weight with the reference's roundings, and values as they are."""
+    q_weight = tl.load(q_weight_at, mask=is_q, other=0.0)
+    weight = tl.where(is_q, q_weight, tl.load(k_weight_at, mask=is_k, other=0.0))
     product = rounded(rounded(x * factor, weight.dtype) * weight.to(tl.float32), weight.dtype)
-    return tl.where(keeps, x, rounded(product, dtype))
+    return tl.where(is_q | is_k, rounded(product, dtype), x)
 
 
 @triton.jit
 def _store(
-    pointers: tl.tensor,
+    at: tl.tensor,
     first: tl.tensor,
     second: tl.tensor,
     rest: tl.tensor,
@@ -53,12 +78,10 @@ def _store(
     kind: tl.constexpr,
 ) -> None:
     """Write the parts of some heads behind their pointers."""
-    at = pointers[:, None] + lows
-    tl.store(at, first.to(kind), mask=mask & (lows < half))
-    tl.store(at + half, second.to(kind), mask=mask & (lows < half))
+    tl.store(at + lows, first.to(kind), mask=mask & (lows < half))
+    tl.store(at + half + lows, second.to(kind), mask=mask & (lows < half))
     if num_rest > 0:
-        behind = pointers[:, None] + 2 * half + rests
-        tl.store(behind, rest.to(kind), mask=mask & (rests < num_rest))
+        tl.store(at + 2 * half + rests, rest.to(kind), mask=mask & (rests < num_rest))
 
 
 @triton.jit(
@@ -111,65 +134,63 @@ def attention_inputs_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = rows // (num_heads + 2 * num_kv_heads), rows % (num_heads + 2 * num_kv_heads)
     is_there = token < num_tokens
-    is_query, is_value = head < num_heads, head >= num_heads + num_kv_heads
-    kv_head = tl.where(is_value, head - num_heads - num_kv_heads, head - num_heads)
-    lows = tl.arange(0, BLOCK)[None, :]
-    in_half = is_there[:, None] & (lows < half)
-    rests = tl.arange(0, 2 * BLOCK)[None, :]
-    in_rest = is_there[:, None] & (rests < num_rest)
+    is_q = (is_there & (head < num_heads))[:, None]
+    is_k = (is_there & (head >= num_heads) & (head < num_heads + num_kv_heads))[:, None]
+    is_v = (is_there & (head >= num_heads + num_kv_heads))[:, None]
+    key_head, value_head = head - num_heads, head - num_heads - num_kv_heads
+    lows, rests = tl.arange(0, BLOCK)[None, :], tl.arange(0, 2 * BLOCK)[None, :]
+    in_half, in_rest = lows < half, rests < num_rest
 
-    key_at = k_ptr + token * k_token_stride + kv_head * k_head_stride
-    value_at = v_ptr + token * v_token_stride + kv_head * v_head_stride
-    query_at = q_ptr + token * q_token_stride + head * q_head_stride
-    head_at = tl.where(is_query, query_at, tl.where(is_value, value_at, key_at))[:, None]
-    at = head_at + lows
-    first = tl.load(at, mask=in_half, other=0.0).to(tl.float32)
-    second = tl.load(at + half, mask=in_half, other=0.0).to(tl.float32)
+    q_at = q_ptr + (token * q_token_stride + head * q_head_stride)[:, None]
+    k_at = k_ptr + (token * k_token_stride + key_head * k_head_stride)[:, None]
+    v_at = v_ptr + (token * v_token_stride + value_head * v_head_stride)[:, None]
+    kinds = (is_q & in_half, is_k & in_half, is_v & in_half)
+    first = _loaded(q_at + lows, k_at + lows, v_at + lows, kinds[0], kinds[1], kinds[2]).to(tl.float32)
+    highs = half + lows
+    second = _loaded(q_at + highs, k_at + highs, v_at + highs, kinds[0], kinds[1], kinds[2]).to(tl.float32)
     rest = tl.zeros((ROWS, 2 * BLOCK), tl.float32)
     if num_rest > 0:
-        rest = tl.load(head_at + 2 * half + rests, mask=in_rest, other=0.0).to(tl.float32)
+        at = 2 * half + rests
+        rest = _loaded(q_at + at, k_at + at, v_at + at, is_q & in_rest, is_k & in_rest, is_v & in_rest).to(tl.float32)
 
-    keeps = is_value[:, None]
     if norms != 0:
         squares = tl.sum(first * first + second * second, 1) + tl.sum(rest * rest, 1)
         factor = tl.rsqrt(squares / (2 * half + num_rest) + eps)[:, None]
-        weights_at = tl.where(is_query, q_weight_ptr, k_weight_ptr)[:, None]
-        weight_at = weights_at + lows
-        low_weight = tl.load(weight_at, mask=in_half & (keeps == 0), other=0.0)
-        first = _normed(first, factor, low_weight, keeps, dtype)
-        high_weight = tl.load(weight_at + half, mask=in_half & (keeps == 0), other=0.0)
-        second = _normed(second, factor, high_weight, keeps, dtype)
+        first = _normed(first, factor, q_weight_ptr + lows, k_weight_ptr + lows, kinds[0], kinds[1], dtype)
+        second = _normed(second, factor, q_weight_ptr + highs, k_weight_ptr + highs, kinds[0], kinds[1], dtype)
         if num_rest > 0:
-            rest_weight = tl.load(weights_at + 2 * half + rests, mask=in_rest & (keeps == 0), other=0.0)
-            rest = _normed(rest, factor, rest_weight, keeps, dtype)
+            q_rest, k_rest = q_weight_ptr + 2 * half + rests, k_weight_ptr + 2 * half + rests
+            rest = _normed(rest, factor, q_rest, k_rest, is_q & in_rest, is_k & in_rest, dtype)
     if rotates != 0:
+        turns = (is_q | is_k) & in_half
         angles = (token * half)[:, None] + lows
-        cos = tl.load(cos_ptr + angles, mask=in_half & (keeps == 0), other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angles, mask=in_half & (keeps == 0), other=0.0).to(tl.float32)
-        turned = rounded(rounded(first * cos, dtype) - rounded(second * sin, dtype), dtype)
-        second = tl.where(keeps, second, rounded(rounded(second * cos, dtype) + rounded(first * sin, dtype), dtype))
-        first = tl.where(keeps, first, turned)
+        cos = tl.load(cos_ptr + angles, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angles, mask=turns, other=0.0).to(tl.float32)
+        low = rounded(rounded(first * cos, dtype) - rounded(second * sin, dtype), dtype)
+        high = rounded(rounded(second * cos, dtype) + rounded(first * sin, dtype), dtype)
+        # Values are as they were: endless ones times a sine of 0 are none.
+        first = tl.where(turns, low, first)
+        second = tl.where(turns, high, second)
 
-    out_at = out_ptr + (token * num_heads + head) * (2 * half + num_rest)
-    _store(out_at, first, second, rest, lows, rests, half, num_rest, (is_there & is_query)[:, None], dtype)
+    out_at = out_ptr + ((token * num_heads + head) * (2 * half + num_rest))[:, None]
+    _store(out_at, first, second, rest, lows, rests, half, num_rest, is_q, dtype)
     # A padded token's slot is -1: nothing is written.
-    is_entry = is_there & (is_query == 0)
-    slot = tl.load(slots_ptr + token, mask=is_entry, other=-1)
-    is_entry = is_entry & (slot >= 0)
-    slot = tl.where(is_entry, slot, 0)
+    slot = tl.load(slots_ptr + token, mask=is_there & (head >= num_heads), other=-1)
+    is_k, is_v = is_k & (slot >= 0)[:, None], is_v & (slot >= 0)[:, None]
     page, offset = slot // page_size, slot % page_size
-    place = page * page_stride + offset * slot_stride + kv_head * kv_head_stride
-    entry_at = tl.where(is_value, values_ptr, keys_ptr) + place
+    place = page * page_stride + offset * slot_stride
+    key_at = keys_ptr + (place + key_head * kv_head_stride)[:, None]
+    value_at = values_ptr + (place + value_head * kv_head_stride)[:, None]
     if INT8:
         largest = tl.max(tl.maximum(magnitudes(first), magnitudes(second)), 1)
-        scale = int8_scale(tl.maximum(largest, tl.max(magnitudes(rest), 1)))
-        scale_at = page * scale_page_stride + offset * scale_slot_stride + kv_head * scale_head_stride
-        tl.store(tl.where(is_value, value_scales_ptr, key_scales_ptr) + scale_at, scale, mask=is_entry)
-        first = int8_numbers(first, scale[:, None])
-        second = int8_numbers(second, scale[:, None])
-        rest = int8_numbers(rest, scale[:, None])
+        scale = int8_scale(tl.maximum(largest, tl.max(magnitudes(rest), 1)))[:, None]
+        place = page * scale_page_stride + offset * scale_slot_stride
+        tl.store(key_scales_ptr + (place + key_head * scale_head_stride)[:, None], scale, mask=is_k)
+        tl.store(value_scales_ptr + (place + value_head * scale_head_stride)[:, None], scale, mask=is_v)
+        first, second, rest = int8_numbers(first, scale), int8_numbers(second, scale), int8_numbers(rest, scale)
     kind: tl.constexpr = keys_ptr.dtype.element_ty
-    _store(entry_at, first, second, rest, lows, rests, half, num_rest, is_entry[:, None], kind)
+    _store(key_at, first, second, rest, lows, rests, half, num_rest, is_k, kind)
+    _store(value_at, first, second, rest, lows, rests, half, num_rest, is_v, kind)
 
 
 # --- every form that is launched --------------------------------------------------------------------------------------

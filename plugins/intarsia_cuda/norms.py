@@ -30,12 +30,12 @@ _WARPS, _INT8_WARPS = 8, 16
 
 @triton.jit
 def _read(
-    x_ptr: tl.tensor, residual_ptr: tl.tensor, columns: tl.tensor, width: tl.tensor, ADD: tl.constexpr
+    x_ptr: tl.tensor, residual_ptr: tl.tensor, columns: tl.tensor, width: tl.tensor, adds: tl.tensor
 ) -> tl.tensor:
     """Return part of a row in float32; with the residual added, rounded to the row's dtype."""
     x = tl.load(x_ptr + columns, mask=columns < width, other=0.0)
     total = x.to(tl.float32)
-    if ADD:
+    if adds != 0:
         residual = tl.load(residual_ptr + columns, mask=columns < width, other=0.0)
         total = rounded(residual.to(tl.float32) + total, x.dtype)
     return total
@@ -60,7 +60,7 @@ def _weighted(
     return product
 
 
-@triton.jit(do_not_specialize=["inner"])
+@triton.jit(do_not_specialize=["inner", "adds"])
 def rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -75,7 +75,7 @@ def rms_norm_kernel(
     inner: tl.tensor,
     width: tl.tensor,
     eps: tl.tensor,
-    ADD: tl.constexpr,
+    adds: tl.tensor,
     INT8: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -88,8 +88,8 @@ def rms_norm_kernel(
     total_ptr += row * width
     columns = tl.arange(0, BLOCK)
     if width <= BLOCK:
-        x = _read(x_ptr, residual_ptr, columns, width, ADD)
-        if ADD:
+        x = _read(x_ptr, residual_ptr, columns, width, adds)
+        if adds != 0:
             tl.store(total_ptr + columns, x.to(dtype), mask=columns < width)
         factor = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
         y = _weighted(x * factor, weight_ptr, input_scale_ptr, columns, width, dtype, INT8)
@@ -102,22 +102,22 @@ def rms_norm_kernel(
     else:
         squares = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, width, BLOCK):
-            x = _read(x_ptr, residual_ptr, start + columns, width, ADD)
+            x = _read(x_ptr, residual_ptr, start + columns, width, adds)
             squares += x * x
         factor = tl.rsqrt(tl.sum(squares, 0) / width + eps)
         scale = 0.0
         if INT8:
             largest = tl.zeros((BLOCK,), tl.float32)
             for start in range(0, width, BLOCK):
-                x = _read(x_ptr, residual_ptr, start + columns, width, ADD)
+                x = _read(x_ptr, residual_ptr, start + columns, width, adds)
                 y = _weighted(x * factor, weight_ptr, input_scale_ptr, start + columns, width, dtype, INT8)
                 largest = tl.maximum(largest, magnitudes(y))
             scale = int8_scale(tl.max(largest, 0))
             tl.store(scale_ptr + row, scale)
         for start in range(0, width, BLOCK):
             at = start + columns
-            x = _read(x_ptr, residual_ptr, at, width, ADD)
-            if ADD:
+            x = _read(x_ptr, residual_ptr, at, width, adds)
+            if adds != 0:
                 tl.store(total_ptr + at, x.to(dtype), mask=at < width)
             y = _weighted(x * factor, weight_ptr, input_scale_ptr, at, width, dtype, INT8)
             if INT8:
@@ -182,7 +182,7 @@ def layer_norm_kernel(
 # --- every form that is launched --------------------------------------------------------------------------------------
 
 
-def _rms_form(dtype: str, weight: str, *, add: bool, int8: bool) -> Specialisation:
+def _rms_form(dtype: str, weight: str, *, int8: bool) -> Specialisation:
     x = pointer(dtype)
     signature = {
         "x_ptr": x,
@@ -194,20 +194,21 @@ def _rms_form(dtype: str, weight: str, *, add: bool, int8: bool) -> Specialisati
         "scale_ptr": "*fp32",
         **dict.fromkeys(("outer_stride", "inner_stride", "residual_stride", "inner", "width"), "i32"),
         "eps": "fp32",
+        "adds": "i32",
     }
     return form(
-        _rms_name(dtype, weight, add=add, int8=int8),
+        _rms_name(dtype, weight, int8=int8),
         rms_norm_kernel,
         signature,
-        {"ADD": add, "INT8": int8, "BLOCK": _BLOCK},
-        loose=("inner",),
+        {"INT8": int8, "BLOCK": _BLOCK},
+        loose=("inner", "adds"),
         num_warps=_INT8_WARPS if int8 else _WARPS,
         everywhere=dtype == weight == "bfloat16",
     )
 
 
-def _rms_name(dtype: str, weight: str, *, add: bool, int8: bool) -> str:
-    return f"{'add_' if add else ''}rms_norm{'_int8' if int8 else ''}[{dtype}, weight {weight}]"
+def _rms_name(dtype: str, weight: str, *, int8: bool) -> str:
+    return f"rms_norm{'_int8' if int8 else ''}[{dtype}, weight {weight}]"
 
 
 def _layer_form(dtype: str) -> Specialisation:
@@ -231,8 +232,8 @@ _PAIRS = [*((d, d) for d in DTYPES), ("bfloat16", "float32"), ("float16", "float
 def specialisations() -> list[Specialisation]:
     """Return every form of the norms."""
     return [
-        *(_rms_form(*pair, add=add, int8=False) for pair in _PAIRS for add in (False, True)),
-        *(_rms_form("bfloat16", w, add=add, int8=True) for w in ("bfloat16", "float32") for add in (False, True)),
+        *(_rms_form(*pair, int8=False) for pair in _PAIRS),
+        *(_rms_form("bfloat16", weight, int8=True) for weight in ("bfloat16", "float32")),
         *(_layer_form(dtype) for dtype in DTYPES),
     ]
 
@@ -320,7 +321,7 @@ def _run_rms(
     if not num_rows:
         return
     unused = torch.empty(0, dtype=torch.float32, device=x.device)
-    _FORMS[_rms_name(name_of(x), name_of(weight_E), add=add, int8=int8)].launch(
+    _FORMS[_rms_name(name_of(x), name_of(weight_E), int8=int8)].launch(
         (num_rows,),
         x,
         residual,
@@ -335,6 +336,7 @@ def _run_rms(
         x.shape[1],
         x.shape[2],
         eps,
+        int(add),
     )
 
 
