@@ -19,7 +19,7 @@ LAYOUTS = {
     "tp2_pp2_sequence": ({"tp": 2, "pp": 2, "sequence": True, "microbatches": 3}, {}),
     "tp2": ({"tp": 2, "check_every": 1}, {}),
 }
-FAST = ("pp2", "pp3_ngram", "tp2_pp2")
+FAST = ("pp2", "tp2_pp2")
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed_all_the_same(model, capl
             engine.generate([[1, 2]], LONG)
 
 
+@pytest.mark.slow
 def test_what_streams_ends_with_the_error_too(model):
     with parallel(model, pp=2) as engine:
         (pid,) = pids(engine).values()
@@ -202,7 +203,8 @@ def started(model, tmp_path, timeout_s=10.0):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM))],
 )
 def test_no_rank_outlives_its_engine_however_that_ends(model, tmp_path, number):
     process, ranks = started(model, tmp_path)
@@ -212,6 +214,7 @@ def test_no_rank_outlives_its_engine_however_that_ends(model, tmp_path, number):
     wait_until(lambda: all(map(is_gone, ranks)), 10)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_does_not_outlive_its_engine(model, tmp_path):
     process, ranks = started(model, tmp_path)
     os.kill(ranks[0], signal.SIGSTOP)
