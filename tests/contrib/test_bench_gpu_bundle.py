@@ -116,9 +116,7 @@ def test_a_bundle_is_complete_small_and_what_the_manifest_says(tmp_path):
         there = sys.executable
     else:
         wheels = [str(path) for path in sorted((folder / "wheels").iterdir())]
-        code = (
-            "import attrs, gguf, hypothesis, intarsia_bench.gpu, msgpack, numpy, safetensors, tokenizers, zmq"
-        )
+        code = "import attrs, gguf, hypothesis, intarsia_bench.gpu, msgpack, numpy, safetensors, tokenizers, zmq"
     subprocess.run([there, "-m", "venv", "--without-pip", str(environment)], check=True)
     pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
     subprocess.run([*pip, "install", "-qq", "--no-index", "--no-deps", *wheels], check=True)

