@@ -33,7 +33,7 @@ EXTRAS = ("hypothesis", "pytest", "pytest-timeout")
 #: Bytes that a whole bundle may have.
 LIMIT = 60_000_000
 #: What of the checkout goes along.
-_TESTS = ("conftest.py", "attending.py", "engines.py", "families.py", "models.py")
+_TESTS = ("conftest.py", "attending.py", "engines.py", "families.py", "integer_weights.py", "models.py")
 _TEST_FOLDERS = ("gpu", "triton")
 #: pip takes each platform's name literally; newer ones run wheels of older ones.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 4, -1)] + [
