@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,10 +125,20 @@ def context(head_dim=64, device="cuda", dtype="bfloat16", invariance="numeric", 
     return PartContext(engine=EngineOptions(device=device, dtype=dtype, invariance=invariance), spec=spec)
 
 
+@frozen
+class Properties:
+    """What torch says of a GPU, from torch 2.10 on."""
+
+    major: int = 9
+    shared_memory_per_multiprocessor: int = 233472
+    shared_memory_per_block_optin: int = 232448
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that says what it can do, and no more."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
 
 
 def test_it_is_the_choice_of_gpus_and_says_what_else_it_does_not_fit(gpu, monkeypatch):
@@ -150,10 +160,18 @@ def test_on_a_gpu_it_splits_unless_bits_may_not_depend_on_chunks(gpu):
         ("bitwise", False, "bitwise"),
     ):
         part = provider.build(context(invariance=demanded, window=9))
-        assert isinstance(part, FlashAttention) and part.splits == splits
+        assert isinstance(part, FlashAttention) and part.splits == splits and part.roomy
         assert part.invariance("bfloat16") == promised
         assert part.formats == ("bfloat16", "int8") and len(part.layers) == 1
     assert provider.build(context(dtype="float32")).formats == ("float32",)
+
+
+@pytest.mark.parametrize(("major", "shared"), [(8, 232448), (12, 101376)])
+def test_a_gpu_of_less_shared_memory_or_older_tensor_cores_has_smaller_tiles(gpu, monkeypatch, major, shared):
+    facts = Properties(major, shared, shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    (provider,) = provide_attention_backends()
+    assert not provider.build(context()).roomy
 
 
 def test_on_a_cpu_it_ranks_below_what_is_made_for_it():
@@ -184,6 +202,7 @@ def engine_over(path, attention, case=None, **cache):
         cache={"use": "paged", "memory": "64MiB"} | cache,
         scheduler={"use": "inflight", "max_tokens": 24},
         attention=attention,
+        kernels="torch",
         runner="eager",
     )
     poison_cache(made)
@@ -193,15 +212,14 @@ def engine_over(path, attention, case=None, **cache):
 def test_every_family_gives_the_ids_and_logits_of_the_oracle(tiny):
     case, path, prompts = tiny
     with engine_over(path, "eager", case) as engine:
-        expected = [one.token_ids for one in engine.generate(prompts, GREEDY)]
         right = prompt_logits(engine, prompts[0])
+        expected = [one.token_ids for one in engine.generate(prompts, GREEDY)]
     with engine_over(path, "flash", case) as engine:
         assert engine.explain()["invariance"]["level"] == "neighbours"
-        assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == expected
-        poison_cache(engine)
         for chunk in (None, 7):
             assert float((prompt_logits(engine, prompts[0], chunk=chunk) - right).abs().max()) <= 1e-4
             poison_cache(engine)
+        assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == expected
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +247,8 @@ def test_prompts_at_the_edges_of_pages_in_any_chunks_give_the_ids_of_transformer
             cache={"use": "paged", "memory": "64MiB", "page_size": page_size},
             scheduler={"use": "inflight", "max_tokens": budget},
             attention="flash",
+            kernels="torch",
+            runner="eager",
         ) as engine:
             poison_cache(engine)
             assert [one.token_ids for one in engine.generate(prompts, params)] == expected
