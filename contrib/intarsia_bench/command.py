@@ -21,6 +21,7 @@ from intarsia_bench import speculation_work
 from intarsia_bench.peer import MODELS, Peer, command_of
 from intarsia_bench.peers import workloads
 from intarsia_bench.plot import check_can_plot, plot
+from intarsia_bench.scaling_command import scaling
 from intarsia_bench.serve_command import serve
 from intarsia_bench.terminal import quietly, show_all
 
@@ -59,7 +60,7 @@ class _Asked:
     plot: Path | None
 
 
-@click.group(invoke_without_command=True, subcommand_metavar="[micro|serve|speculation [OPTIONS]]")
+@click.group(invoke_without_command=True, subcommand_metavar="[micro|scaling|serve|speculation [OPTIONS]]")
 @config_options
 @click.option(
     "--workload",
@@ -154,6 +155,7 @@ def _has_subcommand() -> bool:
     return True
 
 
+bench.add_command(scaling)
 bench.add_command(serve)
 
 

@@ -17,7 +17,7 @@ import torch
 from attrs import Factory, define, field, frozen
 
 from intarsia.models.weights import tied_head_quantizers
-from intarsia.types import EMBED
+from intarsia.types import EMBED, MoeSpec
 from intarsia_bench.peers import workloads
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class ModelCost:
         spec, groups = parts.spec, parts.layout.groups
         embedding = spec.vocab_size * spec.embed_dim
         weight_bytes = parts.weight_bytes
-        if not spec.tied or _head_is_apart(parts):
+        if not spec.tied or head_is_apart(parts):
             weight_bytes -= _embedding_bytes(parts)
         layers = []
         for group in groups:
@@ -173,17 +173,22 @@ class ModelCost:
                 layers.append(LayerCost(4 * heads.num_heads * heads.head_dim, key_bytes, group.window))
         return cls(
             weight_bytes=weight_bytes,
-            token_flops=2 * sum(_num_linear(layer, spec.embed_dim) for layer in spec.layers),
+            token_flops=2 * sum(num_linear(layer, spec.embed_dim) for layer in spec.layers),
             head_flops=2 * embedding,
-            layers=_merged(layers),
+            layers=merged(layers),
         )
 
 
-def _num_linear(layer: LayerSpec, embed_dim: int) -> int:
-    """Weights of a layer's matrices: queries, keys, values, out; gate, up, down."""
-    heads = layer.attention
+def num_linear(layer: LayerSpec, embed_dim: int) -> int:
+    """Weights of a layer's matrices that a token meets: queries, keys, values, out; gate where there is one, up, down.
+
+    Of a mixture these are its router and the experts that a token goes to.
+    """
+    heads, mlp = layer.attention, layer.mlp
     attention = (2 * heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-    return embed_dim * (attention + 3 * layer.mlp.ffn_dim)
+    if isinstance(mlp, MoeSpec):
+        return embed_dim * (attention + mlp.num_experts + 3 * mlp.top_k * mlp.ffn_dim)
+    return embed_dim * (attention + (3 if mlp.gated else 2) * mlp.ffn_dim)
 
 
 def _embedding_bytes(parts: Parts) -> int:
@@ -197,7 +202,7 @@ def _embedding_bytes(parts: Parts) -> int:
     return num_bytes
 
 
-def _head_is_apart(parts: Parts) -> bool:
+def head_is_apart(parts: Parts) -> bool:
     """Whether a tied head is a weight of its own in memory, quantized apart or packed."""
     source = parts.weight_map.tensors[EMBED]
     taken = [quantizer.format for quantizer in parts.quantizers if quantizer.accepts(EMBED, source.shape)]
@@ -205,7 +210,7 @@ def _head_is_apart(parts: Parts) -> bool:
     return bool(tied_head_quantizers(parts.quantizers, source.shape)) or parts.ops.packs(weight_format)
 
 
-def _merged(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+def merged(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """Add up layers that see alike."""
     sums: dict[int | None, tuple[int, int]] = {}
     for layer in layers:
