@@ -266,17 +266,22 @@ _SAME = {"rms_norm_over_ranks": "rms_norm"}
 #: by two weights (D,), rotates it by angles (T, 1, h), writes keys and values as `cache_write` does, and returns the
 #: queries (T, H, D). N is H + 2 K; norms or angles can be None.
 #:
+#: `norm_linear(x_TE, residual_TE, norm_weight_E, eps, weight, bias_N)` adds x to the residual, which can be None, norms
+#: the sum as `rms_norm` does and multiplies it as `linear` does; it returns (the product (T, N), the sum (T, E)). One
+#: linear alone reads what is normed, so that this need not be stored: where two do, the chain runs.
+#:
 #: `sample_rows(logits_LV, temperatures_L, top_ks_L, top_ps_L, min_ps_L, uniforms_L)` draws an id a row (L,), int64, as
 #: `intarsia.sampling` does: logits are fp32 and not changed, top_ks int32 with 0 for all, the others float64.
 FUSED: Mapping[str, tuple[str, ...]] = {
     "attention_inputs": ("rms_norm", "rope", "cache_write"),
+    "norm_linear": ("rms_norm", "add_rms_norm", "gather_tokens", "linear"),
     "sample_rows": (),
 }
 #: What kernels can be for.
 NAMES = (*OPS, *FUSED)
 
 #: Ops that are chosen anew for each weight format.
-BY_FORMAT = ("embedding", "linear")
+BY_FORMAT = ("embedding", "linear", "norm_linear")
 
 
 @frozen
@@ -298,6 +303,7 @@ class Ops:
     choices: Mapping[str, OpChoice]
     _linear: dict[str, Callable[..., torch.Tensor]] = field(init=False, repr=False)
     _embedding: Mapping[str, Callable[..., torch.Tensor]] = field(init=False, repr=False)
+    _norm_linear: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = field(init=False, repr=False)
     rms_norm: Callable[..., torch.Tensor] = field(init=False, repr=False)
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = field(init=False, repr=False)
     layer_norm: Callable[..., torch.Tensor] = field(init=False, repr=False)
@@ -322,7 +328,8 @@ class Ops:
             if op not in BY_FORMAT:
                 object.__setattr__(self, op, self.choices[op].kernel.call)
         for op in FUSED:
-            object.__setattr__(self, op, self.choices[op].kernel.call if op in self.choices else None)
+            if op not in BY_FORMAT:
+                object.__setattr__(self, op, self.choices[op].kernel.call if op in self.choices else None)
         for op in BY_FORMAT:
             chosen = {
                 name.removeprefix(f"{op}[").removesuffix("]"): choice.kernel.call
@@ -333,10 +340,16 @@ class Ops:
         for name, choice in self.choices.items():
             if choice.kernel.packed and name.startswith("linear["):
                 self._linear[choice.kernel.packed] = choice.kernel.call
+                if normed := self.choices.get(f"norm_{name}"):
+                    self._norm_linear[choice.kernel.packed] = normed.kernel.call
 
     def linear(self, x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
         """Run the `linear` kernel of the weight's format."""
         return self._linear[weight.format.name](x_TC, weight, bias_N)
+
+    def norm_linear(self, weight: Weight) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+        """Return what norms rows and multiplies them by this weight, of `FUSED`; None where nothing does both."""
+        return self._norm_linear.get(weight.format.name)
 
     def pack(self, weight: Weight) -> Weight:
         """Return the weight as the `linear` kernel of its format reads it best; itself where that packs nothing."""
@@ -398,23 +411,35 @@ def resolve(
             choices |= {f"{op}[{name}]": first(op, name) for name in formats}
         else:
             choices[op] = first(_SAME.get(op, op), None)
-    fused = {op: _fused(op, sets, choices, dtype) for op in FUSED}
-    return Ops(choices | {op: choice for op, choice in fused.items() if choice is not None})
+    names = [(op, name) for op in FUSED for name in (formats if op in BY_FORMAT else [None])]
+    fused = {op if name is None else f"{op}[{name}]": _fused(op, name, sets, choices, dtype) for op, name in names}
+    return Ops(choices | {name: choice for name, choice in fused.items() if choice is not None})
 
 
 def _fused(
-    op: str, sets: Sequence[tuple[str, Sequence[Kernel]]], choices: Mapping[str, OpChoice], dtype: str
+    op: str,
+    weight_format: str | None,
+    sets: Sequence[tuple[str, Sequence[Kernel]]],
+    choices: Mapping[str, OpChoice],
+    dtype: str,
 ) -> OpChoice | None:
     """Return the kernel that stands for a chain; None where a set before its own has a part of the chain.
 
-    One that writes the cache must write all that the chosen `cache_write` does.
+    One that writes the cache must write all that the chosen `cache_write` does. One that reads weights must be of the
+    set that packs them.
     """
-    writer = choices["cache_write"].kernel
+    writer, packer = choices["cache_write"].kernel, choices.get(f"linear[{weight_format}]")
     for source, kernels in sets:
-        fitting = [kernel for kernel in kernels if not kernel.dtypes or dtype in kernel.dtypes]
+        fitting = [
+            kernel
+            for kernel in kernels
+            if (not kernel.dtypes or dtype in kernel.dtypes)
+            and (kernel.op not in BY_FORMAT or kernel.formats & {weight_format, ANY_FORMAT})
+        ]
+        reads = packer is None or packer.kernel.pack is None or packer.source == source
         for kernel in fitting:
             writes = kernel.orders >= writer.orders and kernel.formats >= writer.formats
-            if kernel.op == op and (writes or "cache_write" not in FUSED[op]):
+            if kernel.op == op and reads and (writes or "cache_write" not in FUSED[op]):
                 return OpChoice(kernel, source)
         if any(kernel.op in FUSED[op] for kernel in fitting):
             return None
@@ -424,7 +449,8 @@ def _fused(
 def rebound(ops: Ops, calls: Mapping[str, Callable[..., Any]], source: str) -> Ops:
     """Return the ops with other calls for some collectives: those of ranks that share a model.
 
-    They promise `numeric`: how ranks cut a sum decides its last bits.
+    They promise `numeric`: how ranks cut a sum decides its last bits. What stands for a chain with one of them in it is
+    left out: the chain runs.
 
     Args:
         ops: of one device.
@@ -432,4 +458,9 @@ def rebound(ops: Ops, calls: Mapping[str, Callable[..., Any]], source: str) -> O
         source: key of the executor that they are of.
     """
     assert calls.keys() <= set(COLLECTIVES)
-    return Ops({**ops.choices, **{op: OpChoice(Kernel(op=op, call=call), source) for op, call in calls.items()}})
+    kept = {
+        name: choice
+        for name, choice in ops.choices.items()
+        if calls.keys().isdisjoint(FUSED.get(name.partition("[")[0], ()))
+    }
+    return Ops({**kept, **{op: OpChoice(Kernel(op=op, call=call), source) for op, call in calls.items()}})

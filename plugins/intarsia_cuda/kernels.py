@@ -27,6 +27,7 @@ class CudaKernels:
         """Return them. Without heads as wide as some of this model's, what treats heads is the reference's too."""
         from intarsia_cuda import activations, attention_inputs, norms, sampling
         from intarsia_cuda.quantized.matmuls import linear_kernels
+        from intarsia_cuda.quantized.norm_linear import norm_linear_kernel
 
         found = [
             _kernel("rms_norm", norms.rms_norm),
@@ -50,7 +51,7 @@ class CudaKernels:
                     **cache,
                 ),
             ]
-        return [*found, *linear_kernels()]
+        return [*found, *linear_kernels(), norm_linear_kernel()]
 
 
 def _kernel(op: str, call: Callable[..., Any], **facts: Any) -> Kernel:

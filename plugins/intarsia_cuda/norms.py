@@ -14,6 +14,8 @@ Shape legend: T tokens, E embed, H heads, D head dim.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -297,9 +299,15 @@ def rms_norm_int8(
     scales_T = torch.empty(len(x_TE), dtype=torch.float32, device=x.device)
     total = torch.empty_like(numbers, dtype=x.dtype) if add else x_TE
     if input_scale_E is None:
-        input_scale_E = torch.ones(x_TE.shape[1], dtype=torch.float32, device=x.device)
+        input_scale_E = _ones(x_TE.shape[1], x.device)
     _run_rms(x, residual, weight_E, input_scale_E, numbers, total, scales_T, eps, add=add, int8=True)
     return numbers, scales_T, total
+
+
+@lru_cache
+def _ones(width: int, device: torch.device) -> torch.Tensor:
+    """Return float32 ones, made once: to make them takes a launch, as the norm itself does."""
+    return torch.ones(width, dtype=torch.float32, device=device)
 
 
 def _run_rms(

@@ -25,6 +25,17 @@ def add_rms_norm(spec: DecoderSpec, size: int) -> int:
     return _pre_norms(spec) * spec.embed_dim * size
 
 
+def norm_linear(spec: DecoderSpec, size: int) -> int:
+    """Normed rows (E written, E read to become int8), against none: 2 E a norm that one linear alone reads.
+
+    What `add_rms_norm` saves of the sum before is saved as well, and counted there.
+    """
+    if spec.norm.kind != "rms":
+        return 0
+    before = [layer for layer in spec.layers if layer.norms != "post" and not layer.parallel]
+    return sum(1 if isinstance(layer.mlp, MoeSpec) else 2 for layer in before) * 2 * spec.embed_dim * size
+
+
 def gated(spec: DecoderSpec, size: int) -> int:
     """Activation (F read, F written) and product (2 F, F), against 2 F and F: 2 F a block that is gated."""
     return sum(2 * _gated_dim(layer) for layer in spec.layers) * size

@@ -10,15 +10,16 @@ import torch
 from attrs import evolve
 
 from engines import engine_of
+from families import CASES, saved
 from intarsia import SamplingParams
 from intarsia.errors import PluginError
 from intarsia.hookspecs import hookimpl
-from intarsia.ops import FUSED, NAMES, OPS, resolve
+from intarsia.ops import FUSED, NAMES, OPS, rebound, resolve
 from intarsia.protocols import Kernel
 from intarsia.sampling import draw
 from intarsia.sampling.settings import Settings
 from intarsia.testing import prompt_logits
-from intarsia.types import Provider
+from intarsia.types import Provider, dense
 from models import tiny_llama
 
 ORDERS, FORMATS = OPS["cache_write"].orders, OPS["cache_write"].formats
@@ -40,7 +41,7 @@ def source(sets, op="attention_inputs", dtype="float32"):
 def test_without_a_kernel_nothing_stands_for_a_chain():
     ops = resolve([], "float32", ["dense"])
     assert not set(FUSED) & set(ops.choices)
-    assert [getattr(ops, op) for op in FUSED] == [None] * len(FUSED)
+    assert (ops.attention_inputs, ops.sample_rows, ops.norm_linear(dense(torch.zeros(2, 2)))) == (None, None, None)
     assert set(NAMES) == set(OPS) | set(FUSED)
     assert all(part in OPS for chain in FUSED.values() for part in chain)
 
@@ -118,6 +119,90 @@ def test_eager_calls_it_in_the_place_of_the_chain_once_a_layer(tmp_path):
         assert torch.equal(prompt_logits(engine, prompt), expected)
         order = engine.parts.layout.order
     assert seen == [((9, 8, 16), 4, True, False, seen[0][4], order)] * 4
+
+
+# --- a norm and the linear behind it ---------------------------------------------------------------------------------
+
+
+def normed(formats=("dense",), call=lambda *_: None, **facts):
+    return Kernel(op="norm_linear", call=call, formats=frozenset(formats), **facts)
+
+
+def linear(formats=("dense",), **facts):
+    return Kernel(op="linear", call=lambda *_: None, formats=frozenset(formats), **facts)
+
+
+def normed_by(sets, formats=("dense", "whole")):
+    """Format -> the set whose kernel stands for the norm and the linear."""
+    choices = resolve(sets, "float32", formats).choices
+    return {name: choices[f"norm_linear[{name}]"].source for name in formats if f"norm_linear[{name}]" in choices}
+
+
+def test_a_norm_and_its_linear_are_chosen_by_weight_format():
+    assert normed_by([("a", [normed()])]) == {"dense": "a"}
+    assert normed_by([("a", [normed(["whole"])]), ("b", [normed(["*"])])]) == {"whole": "a", "dense": "b"}
+    assert normed_by([("a", [normed(dtypes=frozenset({"bfloat16"}))])]) == {}
+
+
+def test_a_set_before_it_that_reads_the_format_or_norms_keeps_the_chain_of_a_norm_and_its_linear():
+    assert normed_by([("a", [linear(["whole"])]), ("b", [normed(["dense", "whole"])])]) == {"dense": "b"}
+    assert normed_by([("a", [OPS["add_rms_norm"]]), ("b", [normed()])]) == {}
+    assert normed_by([("a", [OPS["layer_norm"]]), ("b", [normed()])]) == {"dense": "b"}
+
+
+def test_weights_that_another_set_packs_are_not_its_to_read():
+    packing = linear(pack=lambda weight: weight, packed="tiles")
+    assert normed_by([("a", [normed()]), ("b", [packing])]) == {}
+    assert normed_by([("a", [normed(), packing])]) == {"dense": "a"}
+    kernel = normed()
+    tiles = types.SimpleNamespace(format=types.SimpleNamespace(name="tiles"))
+    assert resolve([("a", [kernel, packing])], "float32", ["dense"]).norm_linear(tiles) is kernel.call
+    assert resolve([("a", [packing])], "float32", ["dense"]).norm_linear(tiles) is None
+
+
+def test_ranks_that_gather_tokens_between_the_norm_and_the_linear_run_the_chain():
+    ops = resolve([("a", [normed(), fused()])], "float32", ["dense"])
+    weight = dense(torch.zeros(2, 2))
+    assert rebound(ops, {"all_reduce": lambda x: x}, "ranks").norm_linear(weight) is not None
+    gathering = rebound(ops, {"gather_tokens": lambda x, _: x}, "ranks")
+    assert gathering.norm_linear(weight) is None and gathering.attention_inputs is not None
+
+
+def by_the_references(seen, x_TE, residual_TE, norm_weight_E, eps, weight, bias_N):
+    """The chain of a norm and a linear, that notes what it was given."""
+    seen.append((residual_TE is None, weight.shape, bias_N is not None))
+    total_TE = x_TE if residual_TE is None else residual_TE + x_TE
+    return OPS["linear"].call(OPS["rms_norm"].call(total_TE, norm_weight_E, eps), weight, bias_N), total_TE
+
+
+def test_eager_calls_it_before_attention_and_the_feed_forward_of_each_layer(tmp_path):
+    path, _ = tiny_llama(tmp_path, attention_bias=True)
+    prompt, seen = list(range(9)), []
+    kernel = normed(call=lambda *args: by_the_references(seen, *args))
+    with engine_of(path, kernels="torch", runner="eager", attention="tiled") as engine:
+        expected = prompt_logits(engine, prompt)
+    with fused_engine(path, kernel) as engine:
+        seen.clear()
+        assert torch.equal(prompt_logits(engine, prompt), expected)
+    qkv, up = (128, 64), (256, 64)
+    layers = [(False, qkv, True), (False, up, False)] * 4
+    assert seen == [(True, qkv, True), *layers[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [("gpt2", 0), ("olmo2", 0), ("phi tied", 0), ("mixtral", 1), ("gemma3_text with a cap and biases", 2)],
+)
+def test_where_no_norm_is_read_by_one_linear_alone_the_chain_runs(name, places, tmp_path):
+    saved(next(case for case in CASES if case.name == name), tmp_path)
+    prompt, seen = [3, 1, 4, 1, 5, 9], []
+    kernel = normed(call=lambda *args: by_the_references(seen, *args))
+    with engine_of(tmp_path, kernels="torch", runner="eager", attention="tiled") as engine:
+        expected = prompt_logits(engine, prompt)
+    with fused_engine(tmp_path, kernel) as engine:
+        seen.clear()
+        assert torch.equal(prompt_logits(engine, prompt), expected)
+        assert len(seen) == places * engine.parts.spec.num_layers
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------

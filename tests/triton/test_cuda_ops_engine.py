@@ -15,7 +15,7 @@ from families import CASES, saved
 from intarsia import SamplingParams
 from intarsia.errors import CompositionError
 from intarsia.hookspecs import hookimpl
-from intarsia.ops import FUSED, NAMES, OPS, resolve
+from intarsia.ops import BY_FORMAT, FUSED, NAMES, OPS, resolve
 from intarsia.protocols import PartContext
 from intarsia.testing import prompt_logits
 from intarsia.types import (
@@ -25,6 +25,7 @@ from intarsia.types import (
     Fit,
     LayerSpec,
     MlpSpec,
+    MoeSpec,
     NormSpec,
     Provider,
     RopeSpec,
@@ -81,7 +82,7 @@ def test_without_triton_and_on_another_makers_gpu_it_says_so(monkeypatch):
 
 # --- what it stands for -----------------------------------------------------------------------------------------------
 
-OURS = set(NAMES) - {"linear", "embedding", "all_reduce", "all_gather"}
+OURS = set(NAMES) - {"linear", "norm_linear", "embedding", "all_reduce", "all_gather"}
 #: Between ranks; on one device some are ours by another name.
 BETWEEN = {"gather_tokens", "gather_rows", "own_tokens", "look_up", "rms_norm_over_ranks"}
 
@@ -93,7 +94,7 @@ def test_every_op_but_products_and_look_ups_is_ours_and_bitwise(dtype):
         choice = ops.choices[op]
         assert (choice.source, choice.kernel.invariance[dtype]) == ("cuda", "bitwise"), op
     assert ops.choices["linear[dense]"].source == ops.choices["embedding[dense]"].source == "torch"
-    assert all(getattr(ops, op) is not None for op in FUSED)
+    assert all(op in ops.choices for op in FUSED if op not in BY_FORMAT)
     assert ops.orders() == OPS["cache_write"].orders
 
 
@@ -118,6 +119,10 @@ def test_a_token_saves_what_the_formulas_say():
     assert saved_bytes.gated(spec, 2) == 2 * 2 * 14336 * 2
     # Rotation reads and writes 40 heads, of which the kernel reads and writes the keys once less, and queries no more.
     assert saved_bytes.attention_inputs(spec, 2) == 2 * (2 * 40 + 4 * 8 - 2 * (32 + 16)) * 128 * 2 == 2 * 16 * 128 * 2
+    # Of four norms each one's rows are neither written nor read again; of a mixture many read them.
+    assert saved_bytes.norm_linear(spec, 2) == 4 * 2 * 4096 * 2
+    mixture = MoeSpec(num_experts=8, top_k=2, ffn_dim=64, activation="silu")
+    assert saved_bytes.norm_linear(spec_of(mlp=mixture), 2) == 2 * 2 * 4096 * 2
     normed = spec_of(qk_norm="head")
     assert saved_bytes.attention_inputs(normed, 2) == 2 * (16 + 4 * 40) * 128 * 2
 
@@ -129,6 +134,9 @@ def test_where_the_chain_is_not_there_or_runs_as_it_is_nothing_is_saved():
     assert saved_bytes.gated(spec_of(mlp=MlpSpec(64, "gelu_tanh", gated=False)), 2) == 0
     assert saved_bytes.attention_inputs(spec_of(qk_norm="all"), 2) == 0
     assert saved_bytes.attention_inputs(spec_of(rope=None), 2) == 0
+    assert saved_bytes.norm_linear(spec_of(norm="layer"), 2) == 0
+    assert saved_bytes.norm_linear(spec_of(norms="post"), 2) == 0
+    assert saved_bytes.norm_linear(spec_of(parallel=True), 2) == 0
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from attrs import field, frozen
 
-from intarsia.models.layers import Layer, Linear, Norm
+from intarsia.models.layers import Layer, Linear, Mlp, Norm
 from intarsia.models.weights import Weights
 from intarsia.ops import Ops
 from intarsia.protocols import AttentionBackend, CacheStorage, LayerCache, RunnerContext
@@ -115,16 +115,17 @@ class EagerRunner:
         delta_TE: torch.Tensor | None = None  # what the block before adds to the residual: added with the next norm
         for index in layers:
             layer, spec = self.layers[index], self.layers[index].spec
-            normed_TE, hidden_TE = self._enter(layer.attention_norm, hidden_TE, delta_TE)
-            normed_TE = self.ops.gather_tokens(normed_TE, num_tokens)
-            delta_TE = self._attend(layer, normed_TE, cache, index, batch, angles)
             if spec.parallel:
+                normed_TE, hidden_TE = self._enter(layer.attention_norm, hidden_TE, delta_TE, num_tokens)
+                qkv_TN = layer.qkv(self.ops, normed_TE)
+                delta_TE = self._attend(layer, qkv_TN, cache, index, batch, angles)
                 delta_TE = self.ops.all_reduce(delta_TE + layer.mlp(self.ops, normed_TE))
             else:
+                qkv_TN, hidden_TE = self._project(layer.attention_norm, layer.qkv, hidden_TE, delta_TE, num_tokens)
+                delta_TE = self._attend(layer, qkv_TN, cache, index, batch, angles)
                 delta_TE = self._leave(layer.attention_post_norm, self.ops.all_reduce(delta_TE), spec.residual_scale)
-                normed_TE, hidden_TE = self._enter(layer.mlp_norm, hidden_TE, delta_TE)
-                normed_TE = self.ops.gather_tokens(normed_TE, num_tokens)
-                delta_TE = self.ops.all_reduce(layer.mlp(self.ops, normed_TE))
+                delta_TE, hidden_TE = self._feed(layer, hidden_TE, delta_TE, num_tokens)
+                delta_TE = self.ops.all_reduce(delta_TE)
             delta_TE = self._leave(layer.mlp_post_norm, delta_TE, spec.residual_scale)
         return hidden_TE if delta_TE is None else hidden_TE + delta_TE
 
@@ -140,15 +141,37 @@ class EagerRunner:
         return hidden_TE
 
     def _enter(
-        self, norm: Norm | None, hidden_TE: torch.Tensor, delta_TE: torch.Tensor | None
+        self, norm: Norm | None, hidden_TE: torch.Tensor, delta_TE: torch.Tensor | None, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add what is due to the residual; return (what the next block reads, the residual)."""
+        """Add what is due to the residual; return (what the next block reads, of all tokens, the residual)."""
         if delta_TE is None:
-            return (hidden_TE if norm is None else norm(self.ops, hidden_TE)), hidden_TE
-        if norm is not None:
-            return norm.add(self.ops, delta_TE, hidden_TE)
-        hidden_TE = hidden_TE + delta_TE
-        return hidden_TE, hidden_TE
+            normed_TE = hidden_TE if norm is None else norm(self.ops, hidden_TE)
+        elif norm is not None:
+            normed_TE, hidden_TE = norm.add(self.ops, delta_TE, hidden_TE)
+        else:
+            normed_TE = hidden_TE = hidden_TE + delta_TE
+        return self.ops.gather_tokens(normed_TE, num_tokens), hidden_TE
+
+    def _project(
+        self, norm: Norm | None, linear: Linear, hidden_TE: torch.Tensor, delta_TE: torch.Tensor | None, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enter a block that begins with one linear: return (its product (T, N), the residual)."""
+        fused = None if norm is None or norm.spec.kind != "rms" else self.ops.norm_linear(linear.weight)
+        if norm is not None and fused is not None:
+            x_TE, residual_TE = (hidden_TE, None) if delta_TE is None else (delta_TE, hidden_TE)
+            return fused(x_TE, residual_TE, norm.weight, norm.spec.eps, linear.weight, linear.bias)
+        normed_TE, hidden_TE = self._enter(norm, hidden_TE, delta_TE, num_tokens)
+        return linear(self.ops, normed_TE), hidden_TE
+
+    def _feed(
+        self, layer: Layer, hidden_TE: torch.Tensor, delta_TE: torch.Tensor, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (what the feed-forward of this rank gives, the residual); a mixture's rows are read many times."""
+        if isinstance(layer.mlp, Mlp):
+            raised_TF, hidden_TE = self._project(layer.mlp_norm, layer.mlp.up, hidden_TE, delta_TE, num_tokens)
+            return layer.mlp.finish(self.ops, raised_TF), hidden_TE
+        normed_TE, hidden_TE = self._enter(layer.mlp_norm, hidden_TE, delta_TE, num_tokens)
+        return layer.mlp(self.ops, normed_TE), hidden_TE
 
     def _leave(self, norm: Norm | None, delta_TE: torch.Tensor, scale: float) -> torch.Tensor:
         """Return what a block adds to the residual."""
@@ -159,19 +182,19 @@ class EagerRunner:
     def _attend(
         self,
         layer: Layer,
-        normed_TE: torch.Tensor,
+        qkv_TN: torch.Tensor,
         cache: CacheStorage,
         index: int,
         batch: ForwardBatch,
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         spec: AttentionSpec = layer.spec.attention
-        qkv_TND = layer.qkv(self.ops, normed_TE).view(len(normed_TE), -1, spec.head_dim)
+        qkv_TND = qkv_TN.view(len(qkv_TN), -1, spec.head_dim)
         storage = cache.layer(index)
         turns = None if spec.rope is None else angles[spec.rope]
         queries = self._inputs(layer, qkv_TND, turns, storage, batch.slots_T[layer.group])
         mixed = self.attention.attend(queries, storage, spec, layer.group, batch)
-        return layer.out(self.ops, mixed.reshape(len(normed_TE), -1))
+        return layer.out(self.ops, mixed.reshape(len(qkv_TN), -1))
 
     def _inputs(
         self,

@@ -83,7 +83,11 @@ class Mlp:
 
     def __call__(self, ops: Ops, x_TE: torch.Tensor) -> torch.Tensor:
         """Return (T, E)."""
-        activated_TF: torch.Tensor = getattr(ops, self.op)(self.up(ops, x_TE))
+        return self.finish(ops, self.up(ops, x_TE))
+
+    def finish(self, ops: Ops, raised_TF: torch.Tensor) -> torch.Tensor:
+        """Return (T, E) of what `up` gave: (T, F), or (T, 2 F) where the block is gated."""
+        activated_TF: torch.Tensor = getattr(ops, self.op)(raised_TF)
         return self.down(ops, activated_TF)
 
 
