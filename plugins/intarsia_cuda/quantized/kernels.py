@@ -7,7 +7,7 @@ into the product (on Hopper the first operand can come from registers; the secon
 The same bits in any batch: a sum runs along the columns in one order, whatever the tiles. Columns fall into splits of
 1024, each split is summed from zero piece by piece, and splits are added from the first on. Few tiles leave a device
 idle, so then each split has a program of its own: they leave their sums in memory, and the one that arrives last adds
-them in that same order (Osama et al. 2023, Stream-K, has such a fixup). Tiles of 16, 64 or 128 rows change none of it.
+them in that same order (Osama et al. 2023, Stream-K, has such a fixup). How many rows a tile has changes none of it.
 
 Shape legend: T tokens, C in features, N out features, G groups.
 """
@@ -22,8 +22,7 @@ from intarsia_cuda.quantized import packing
 from intarsia_cuda.rounding import int8_numbers, int8_scale, magnitudes
 
 PANEL = tl.constexpr(packing.PANEL)
-STEP = tl.constexpr(packing.STEP)
-QUARTER = tl.constexpr(packing.QUARTER)
+WIDTH = tl.constexpr(packing.WIDTH)
 SPLIT = tl.constexpr(packing.SPLIT)
 #: Row tiles that follow one another over the same outputs, so that the rows and weights at work fit the L2 cache.
 BAND = tl.constexpr(8)
@@ -42,41 +41,58 @@ def _place(num_rows: tl.tensor, outs: tl.tensor, BLOCK_N: tl.constexpr, BLOCK_T:
 
 
 @triton.jit
-def _nibbles(word: tl.tensor, place: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return M + n of the nibbles n at a place in words, in a dtype of 16 bits: M is 128 or 1024.
+def _halves(pairs: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return (N, 2K) numbers of 16 bits that lie two a word, (N, K), the low half first. It costs nothing."""
+    both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return both.reshape(pairs.shape[0], 2 * pairs.shape[1]).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _by_column(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """Return (N, WIDTH) of two groups' (N,): one for each half of the columns."""
+    both = tl.join(first, second)[:, :, None]
+    return tl.broadcast_to(both, (first.shape[0], 2, WIDTH // 2)).reshape(first.shape[0], WIDTH)
+
+
+@triton.jit
+def _nibbles(words: tl.tensor, place: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Return M + n of the nibbles n at a place in each half of int32 words, in a dtype of 16 bits; M is 128 or 1024.
 
     The bits of n are the last of the mantissa of a number whose unit is 1 (as in Frantar et al. 2024, Marlin).
     """
-    if dtype == tl.bfloat16:
-        return (((word >> (4 * place)) & 15) | 0x4300).to(dtype, bitcast=True)
-    return (((word >> (4 * place)) & 15) | 0x6400).to(dtype, bitcast=True)
+    bits: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+    return _halves(((words >> (4 * place)) & 0x000F000F) | bits, dtype)
 
 
 @triton.jit
 def _zeros(zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return what takes M and a zero point off a nibble of `_nibbles`."""
-    if dtype == tl.bfloat16:
-        return (zero.to(tl.int16) | (0x4300 - 0x8000)).to(dtype, bitcast=True)
-    return (zero.to(tl.int16) | (0x6400 - 0x8000)).to(dtype, bitcast=True)
+    """Return -M - n of zero points n, which takes M and the zero point off what `_nibbles` gives."""
+    bits: tl.constexpr = 0x4300 - 0x8000 if dtype == tl.bfloat16 else 0x6400 - 0x8000
+    return (zero.to(tl.int16) | bits).to(dtype, bitcast=True)
 
 
 @triton.jit
-def _octets(word: tl.tensor, place: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Return the numbers from -128 to 127 that the low (0) or high (1) bytes of words are 128 above, as bfloat16.
+def _octets(words: tl.tensor, place: tl.constexpr) -> tl.tensor:
+    """Return the numbers from -128 to 127 that bytes at a place in each half of int32 words are 128 above, in bfloat16.
 
     A bfloat16 with unit 1 has room for 7 bits: 128 + those, and of the eighth -256 or -128, which differ in one bit.
     """
-    octet = (word >> (8 * place)) & 255
-    low = ((octet & 127) | 0x4300).to(tl.bfloat16, bitcast=True)
-    return (low + ((octet & 128) ^ (0x4380 - 0x8000)).to(tl.bfloat16, bitcast=True)).to(dtype)
+    octets = words >> (8 * place)
+    low = _halves((octets & 0x007F007F) | 0x43004300, tl.bfloat16)
+    return low + _halves((octets & 0x00800080) ^ -0x3C7F3C80, tl.bfloat16)
 
 
 @triton.jit
-def _wide(word: tl.tensor, place: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return float32: 128 above the nibbles at a place in words, or 384 above the numbers whose bytes lie there."""
+def _wide(words: tl.tensor, place: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
+    """Return float32: 128 above nibbles at a place in each half of words, or 384 above the numbers of bytes there."""
     if BITS == 4:
-        return (((word.to(tl.int32) << (16 - 4 * place)) & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
-    return (((word.to(tl.int32) << (15 - 8 * place)) & 0x7F8000) | 0x43800000).to(tl.float32, bitcast=True)
+        low = ((words << (16 - 4 * place)) & 0xF0000) | 0x43000000
+        high = ((words >> (4 * place)) & 0xF0000) | 0x43000000
+    else:
+        low = ((words << (15 - 8 * place)) & 0x7F8000) | 0x43800000
+        high = ((words >> (1 + 8 * place)) & 0x7F8000) | 0x43800000
+    both = tl.join(low, high).reshape(words.shape[0], 2 * words.shape[1])
+    return both.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -163,44 +179,50 @@ def grouped(
     columns. `parts` programs share a tile, one a split or one for all; `partials` are BLOCK_N * BLOCK_T float32 a part.
     """
     dtype: tl.constexpr = x.dtype.element_ty
-    words: tl.constexpr = QUARTER if BITS == 4 else 2 * QUARTER
+    pieces: tl.constexpr = 16 // BITS
+    words: tl.constexpr = WIDTH // 2
+    steps: tl.constexpr = SPLIT // (pieces * WIDTH)
     above: tl.constexpr = 128.0 if BITS == 4 else 384.0
     out_tile, row_tile = _place(num_rows, outs, BLOCK_N, BLOCK_T)
     out_index = out_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_index = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     is_row = row_index < num_rows
     has_zero = out_index < zero_outs
-    column = tl.arange(0, QUARTER)
-    num_steps = tl.cdiv(ins, STEP)
+    column = tl.arange(0, WIDTH)
+    num_steps = tl.cdiv(ins, pieces * WIDTH)
     panel = numbers + (out_index // PANEL).to(tl.int64) * (num_steps * PANEL * words) + out_index % PANEL * words
+    weights = panel[:, None] + tl.arange(0, words)[None, :]
     rows = x + row_index.to(tl.int64)[None, :] * x_stride + column[:, None]
     scales += out_index
     offsets += out_index
 
     split = tl.program_id(1)
-    last = tl.where(parts > 1, split + 1, tl.cdiv(num_steps, SPLIT))
+    last = tl.where(parts > 1, split + 1, tl.cdiv(num_steps, steps))
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for now in range(split, last):
         part = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-        for step in range(now * SPLIT, tl.minimum(now * SPLIT + SPLIT, num_steps)):
-            place = panel[:, None] + step * (PANEL * words) + column[None, :]
+        for step in range(now * steps, tl.minimum(now * steps + steps, num_steps)):
+            word = tl.load(weights + step * (PANEL * words))
             # What is chosen by a number that is the same for all would be no load and no constant, and keep Triton from
             # loading weights straight into the registers of the product.
-            for quarter in tl.static_range(4):
-                if quarter % (16 // BITS) == 0:
-                    word = tl.load(place + quarter // (16 // BITS) * QUARTER)
-                at = ((step * 4 + quarter) >> shift) * padded
-                scale = tl.load(scales + at).to(tl.float32)
+            for piece in tl.static_range(pieces):
+                half = (step * pieces + piece) * 2
+                at, at_next = (half >> shift) * padded, ((half + 1) >> shift) * padded
+                scale, scale_next = tl.load(scales + at).to(tl.float32), tl.load(scales + at_next).to(tl.float32)
                 if WIDE:
                     offset = tl.load(offsets + at) - above * scale
-                    number = _wide(word, quarter % (16 // BITS), BITS)
-                    value = tl.fma(number, scale[:, None], offset[:, None]).to(dtype)
-                elif BITS == 4:
-                    zero = _zeros(tl.load(offsets + at, mask=has_zero, other=8), dtype)
-                    value = (_nibbles(word, quarter, dtype) + zero[:, None]) * scale.to(dtype)[:, None]
+                    offset_next = tl.load(offsets + at_next) - above * scale_next
+                    factor, summand = _by_column(scale, scale_next), _by_column(offset, offset_next)
+                    value = tl.fma(_wide(word, piece, BITS), factor, summand).to(dtype)
                 else:
-                    value = _octets(word, quarter % 2, dtype) * scale.to(dtype)[:, None]
-                start = step * STEP + quarter * QUARTER
+                    factor = _by_column(scale.to(dtype), scale_next.to(dtype))
+                    if BITS == 4:
+                        zero = _zeros(tl.load(offsets + at, mask=has_zero, other=8), dtype)
+                        zero_next = _zeros(tl.load(offsets + at_next, mask=has_zero, other=8), dtype)
+                        value = (_nibbles(word, piece, dtype) + _by_column(zero, zero_next)) * factor
+                    else:
+                        value = _octets(word, piece) * factor
+                start = (step * pieces + piece) * WIDTH
                 mask = is_row[None, :] & (column + start < ins)[:, None]
                 part = tl.dot(value, tl.load(rows + start, mask=mask, other=0), part)
         total += part
@@ -235,28 +257,31 @@ def per_row(
     one of `row_scales` each, whose sums are exact too, in int32. The other arguments are those of `grouped`; `partials`
     has the dtype of the sums.
     """
-    columns: tl.constexpr = STEP if EXACT else STEP // 2
+    step_columns: tl.constexpr = 2 * WIDTH
+    columns: tl.constexpr = step_columns if EXACT else WIDTH
+    entries: tl.constexpr = step_columns if EXACT else WIDTH // 2
+    steps: tl.constexpr = SPLIT // step_columns
     sums: tl.constexpr = tl.int32 if EXACT else tl.float32
     out_tile, row_tile = _place(num_rows, outs, BLOCK_N, BLOCK_T)
     out_index = out_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_index = row_tile * BLOCK_T + tl.arange(0, BLOCK_T)
     is_row = row_index < num_rows
     column = tl.arange(0, columns)
-    num_steps = tl.cdiv(ins, STEP)
-    panel = numbers + (out_index // PANEL).to(tl.int64) * (num_steps * PANEL * columns) + out_index % PANEL * columns
-    weights = panel[:, None] + column[None, :]
+    num_steps = tl.cdiv(ins, step_columns)
+    panel = numbers + (out_index // PANEL).to(tl.int64) * (num_steps * PANEL * entries) + out_index % PANEL * entries
+    weights = panel[:, None] + tl.arange(0, entries)[None, :]
     rows = x + row_index.to(tl.int64)[None, :] * x_stride + column[:, None]
 
     split = tl.program_id(1)
-    last = tl.where(parts > 1, split + 1, tl.cdiv(num_steps, SPLIT))
+    last = tl.where(parts > 1, split + 1, tl.cdiv(num_steps, steps))
     total = tl.zeros((BLOCK_N, BLOCK_T), sums)
     for now in range(split, last):
         part = total if EXACT else tl.zeros((BLOCK_N, BLOCK_T), sums)  # the order of exact sums is nothing
-        for step in range(now * SPLIT, tl.minimum(now * SPLIT + SPLIT, num_steps)):
-            weight = tl.load(weights + step * (PANEL * columns))
-            for half in tl.static_range(STEP // columns):
-                value = weight if EXACT else _octets(weight, half, x.dtype.element_ty)
-                start = step * STEP + half * columns
+        for step in range(now * steps, tl.minimum(now * steps + steps, num_steps)):
+            weight = tl.load(weights + step * (PANEL * entries))
+            for half in tl.static_range(step_columns // columns):
+                value = weight if EXACT else _octets(weight, half)
+                start = step * step_columns + half * columns
                 mask = is_row[None, :] & (column + start < ins)[:, None]
                 part = tl.dot(value, tl.load(rows + start, mask=mask, other=0), part, out_dtype=sums)
         total = part if EXACT else total + part

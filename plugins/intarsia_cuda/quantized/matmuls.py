@@ -29,7 +29,7 @@ from intarsia.protocols import Kernel
 from intarsia.quantizing.integers import FORMATS as INTEGER_FORMATS
 from intarsia.types import Invariance, Weight
 from intarsia_cuda.quantized import kernels
-from intarsia_cuda.quantized.packing import LOCKED_TILES, PACKED, QUARTER, SPLIT, STEP, Packed, pack, reads, round_up
+from intarsia_cuda.quantized.packing import LOCKED_TILES, PACKED, SPLIT, WIDTH, Packed, pack, reads, round_up
 
 #: Multiples of it are rows' widths and addresses, so that 16 bytes are read at a time.
 _ALIGNED = 16
@@ -55,21 +55,23 @@ class Tile:
     resident: int
 
 
-_FEW = Tile(64, 16, 4, 5, 4)
-_SOME = Tile(64, 64, 4, 4, 2)
-_MANY = Tile(128, 128, 8, 3, 1)
+_FEW, _MANY = Tile(64, 16, 4, 5, 4), Tile(128, 64, 8, 3, 2)
+#: Steps of 4 bits have twice the columns, and stages twice the rows' numbers.
+_FEW4, _MANY4 = Tile(64, 16, 4, 3, 4), Tile(128, 64, 8, 2, 2)
+#: Sums in int32 alone, of numbers that need not be made floats.
+_MANY_EXACT = Tile(128, 128, 8, 3, 1)
 _INT4, _INT8, _INT4_WIDE, _INT8_WIDE, _ROWS, _EXACT = "int4", "int8", "int4_wide", "int8_wide", "rows", "exact"
 #: (kernel, activation dtype) -> its tiles, fewest rows first. bfloat16 is what engines run on GPUs unless they are told
 #: otherwise; checkpoints of 4 bits are made for float16.
 TILES: Mapping[tuple[str, str], tuple[Tile, ...]] = {
-    (_INT4, "bfloat16"): (_FEW, _SOME, _MANY),
+    (_INT4, "bfloat16"): (_FEW4, _MANY4),
     (_INT8, "bfloat16"): (_FEW, _MANY),
     (_ROWS, "bfloat16"): (_FEW, _MANY),
-    (_EXACT, "bfloat16"): (_FEW, _MANY),
-    (_INT4_WIDE, "bfloat16"): (_FEW, _MANY),
+    (_EXACT, "bfloat16"): (_FEW, _MANY_EXACT),
+    (_INT4_WIDE, "bfloat16"): (_FEW4, _MANY4),
     (_INT8_WIDE, "bfloat16"): (_FEW, _MANY),
-    (_INT4, "float16"): (_FEW, _MANY),
-    (_INT4_WIDE, "float16"): (_FEW, _MANY),
+    (_INT4, "float16"): (_FEW4, _MANY4),
+    (_INT4_WIDE, "float16"): (_FEW4, _MANY4),
 }
 #: Compiled ahead of time for every architecture: what models run in most. The others for one, which their code tells
 #: apart least.
@@ -88,7 +90,7 @@ def _form(kind: str, dtype: str, tile: Tile) -> Specialisation:
     pointers = {
         "out": floats,
         "x": "*i8" if kind == _EXACT else floats,
-        "numbers": "*i8" if kind == _EXACT else "*i16",
+        "numbers": "*i8" if kind == _EXACT else "*i32",
         "scales": "*fp16" if is_grouped and not is_wide else "*fp32",
         "offsets" if is_grouped else "row_scales": "*u8" if is_grouped and not is_wide else "*fp32",
         "bias": floats,
@@ -227,7 +229,7 @@ def _run(
 ) -> torch.Tensor:
     """Launch the form for so many rows."""
     num_rows, outs = x_TC.shape[0], round_up(weight.shape[0], _ALIGNED)
-    assert weight.shape[1] <= x_TC.shape[1] <= round_up(weight.shape[1], STEP), f"{x_TC.shape} times {weight.shape}"
+    assert weight.shape[1] <= x_TC.shape[1] <= round_up(weight.shape[1], _ALIGNED), f"{x_TC.shape} times {weight.shape}"
     x, tensors = _aligned(x_TC), weight.tensors
     out = torch.empty((num_rows, outs), dtype=dtype, device=x.device)
     if not num_rows:
@@ -256,7 +258,7 @@ def _tile(tiles: tuple[Tile, ...], num_rows: int) -> Tile:
 def _parts(tile: Tile, tiles: int, num_rows: int, ins: int, device: torch.device) -> int:
     """Return how many programs share a tile: one for each split where tiles are few, else one. No bit depends on it."""
     is_split = num_rows <= LOCKED_TILES * tile.rows and tiles < tile.resident * _multiprocessors(device)
-    return -(-ins // (SPLIT * STEP)) if is_split else 1
+    return -(-ins // SPLIT) if is_split else 1
 
 
 def _offsets(weight: Weight) -> torch.Tensor:
@@ -275,7 +277,7 @@ def _groups(weight: Weight) -> tuple[int, ...]:
     if packed.source.group is None:
         return ()
     padded = scales.shape[1]
-    return padded, (packed.source.group // QUARTER).bit_length() - 1, padded if "zeros" in weight.tensors else 0
+    return padded, (2 * packed.source.group // WIDTH).bit_length() - 1, padded if "zeros" in weight.tensors else 0
 
 
 #: Names of the weight formats that are read.

@@ -2,9 +2,8 @@
 
 | tensor | dtype | shape | |
 | --- | --- | --- | --- |
-| `numbers` | int16 | (P, S, 64, 32) | of 4 bits: four a word, one of each quarter of a step |
-| `numbers` | int16 | (P, S, 64, 64) | of 8 bits, q + 128 two a word: for rows that stay floats |
-| `numbers` | int8 | (P, S, 64, 128) | of 8 bits, q: for rows of int8, in the format `int8` |
+| `numbers` | int32 | (P, S, 64, 32) | of 4 bits, q: eight a word; of 8 bits, q + 128: four |
+| `numbers` | int8 | (P, S, 64, 128) | of the format `int8`, q |
 | `scales` | float32 | (N') | one a row |
 | `scales` | float16 | (G, N') | one a group, where there are no minima and float16 has these very numbers |
 | `scales`, `minima` | float32 | (G, N') | of all others: what 4 bits or a zero point stand for is in the minimum |
@@ -12,10 +11,11 @@
 | `locks` | int32 | (4 N' / 64) | zeros: how many parts of a tile's sums have arrived |
 | `input_scale` | float32 | (C,) | where the weight has one |
 
-A panel is 64 outputs, a step 128 columns; a panel's step is 4 KiB (4 bits) or 8 KiB (8 bits) in one piece, which a
-program streams in whole lines. A word's numbers, from its lowest bits on, are those of columns that lie `width` apart,
-so that a shift and a mask give columns that lie side by side: 32, or 64 of `int8_a16`. Such 32 have one scale an output
-in every format with groups of 32, 64 or 128 columns. N' is N made a multiple of 128; steps behind C are zeros.
+A panel is 64 outputs, a step 256 columns of 4 bits or 128 of 8. A panel's step is 8 KiB in one piece, which a program
+streams in whole lines. Each half of a word, 16 bits, has from the lowest on numbers of columns that lie 64 apart; the
+halves lie side by side. So a shift and a mask of the words give 64 columns that lie side by side, two a word: two times
+32 with one scale an output, in every format with groups of 32, 64 or 128 columns. N' is N made a multiple of 128, and
+behind C are zeros.
 
 Shape legend: N out features, C in features, P panels, S steps, G groups.
 """
@@ -32,10 +32,10 @@ from intarsia.types import Weight
 
 #: Outputs a panel; outputs are padded to a multiple of twice as many.
 PANEL = 64
-#: Columns a step, and those that one nibble of its words has.
-STEP, QUARTER = 128, 32
-#: Steps a split: columns that are summed apart, from zero.
-SPLIT = 8
+#: Columns that lie side by side in a row of words.
+WIDTH = 64
+#: Columns that are summed apart, from zero.
+SPLIT = 1024
 #: Row tiles whose sums can be split between programs.
 LOCKED_TILES = 4
 #: Name of the packed format.
@@ -99,14 +99,14 @@ def pack(weight: Weight) -> Weight:
     source = weight.tensors
     padded = round_up(outs, 2 * PANEL)
     tensors = {
-        "numbers": _words(_tiles(_unsigned(source["weight"], layout)), layout),
+        "numbers": _words(_tiles(_unsigned(source["weight"], layout), step_of(layout)), layout),
         "locks": torch.zeros(LOCKED_TILES * padded // PANEL, dtype=torch.int32, device=source["weight"].device),
     }
     wide = False
     if layout.group is None:
         tensors["scales"] = functional.pad(source["scale"].float(), (0, padded - outs))
     else:
-        groups = -(-round_up(ins, STEP) // layout.group)
+        groups = -(-round_up(ins, step_of(layout)) // layout.group)
         by_group = {key: _by_group(source[key], groups, padded) for key in ("scale", "zero", "min") if key in source}
         wide = layout.offset == "min" or not torch.equal(source["scale"].half().float(), source["scale"].float())
         tensors["scales"] = by_group["scale"].float() if wide else by_group["scale"].half()
@@ -125,6 +125,11 @@ def pack(weight: Weight) -> Weight:
 def unpack(weight: Weight) -> Weight:
     """Return the weight that was packed, bit for bit."""
     return _unpacked(weight, torch.arange(weight.shape[0], device=weight.tensors["numbers"].device))
+
+
+def step_of(layout: IntegerFormat) -> int:
+    """Return how many columns a step has."""
+    return WIDTH * 16 // layout.bits
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -158,11 +163,6 @@ def _is_exact(layout: IntegerFormat) -> bool:
     return layout.group is None and layout.activations == "int8"
 
 
-def _width(layout: IntegerFormat) -> int:
-    """Return how many words lie side by side whose numbers at one place are columns that do."""
-    return QUARTER if layout.group is not None else STEP // 2
-
-
 def _unsigned(stored: torch.Tensor, layout: IntegerFormat) -> torch.Tensor:
     """Return the numbers of a stored weight as bytes, (N, C): q of 4 bits, q + 128 of 8."""
     if layout.bits == 4:
@@ -179,35 +179,34 @@ def _stored(numbers: torch.Tensor, ins: int, layout: IntegerFormat) -> torch.Ten
     return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
 
 
-def _tiles(numbers_NC: torch.Tensor) -> torch.Tensor:
-    """Return (P, S, 64, 128) of (N, C) numbers, padded with zeros."""
+def _tiles(numbers_NC: torch.Tensor, step: int) -> torch.Tensor:
+    """Return (P, S, 64, step) of (N, C) numbers, padded with zeros."""
     outs, ins = numbers_NC.shape
-    padded = functional.pad(numbers_NC, (0, -ins % STEP, 0, -outs % (2 * PANEL)))
-    tiles = padded.view(-1, PANEL, padded.shape[1] // STEP, STEP).transpose(1, 2)
+    padded = functional.pad(numbers_NC, (0, -ins % step, 0, -outs % (2 * PANEL)))
+    tiles = padded.view(-1, PANEL, padded.shape[1] // step, step).transpose(1, 2)
     return tiles.clone(memory_format=torch.contiguous_format)
 
 
 def _words(tiles: torch.Tensor, layout: IntegerFormat) -> torch.Tensor:
-    """Return tiles (..., 128) of bytes as int16 words."""
+    """Return tiles (..., a step's columns) of bytes as (..., 32) int32 words."""
     if _is_exact(layout):
         return tiles
-    outer, width = tiles.shape[:-1], _width(layout)
-    pieces = tiles.reshape(*outer, -1, 16 // layout.bits, width)  # a word's numbers along the last axis but one
+    pieces = tiles.unflatten(-1, (16 // layout.bits, WIDTH))  # type: ignore[no-untyped-call]
     if layout.bits == 4:
         pieces = pieces[..., 0::2, :] | (pieces[..., 1::2, :] << 4)
-    words: torch.Tensor = pieces.transpose(-1, -2).contiguous().view(torch.int16)
-    return words.reshape(*outer, -1)
+    words: torch.Tensor = pieces.transpose(-1, -2).flatten(-2).view(torch.int32)
+    return words
 
 
 def _numbers(words: torch.Tensor, layout: IntegerFormat) -> torch.Tensor:
     """Return what `_words` was given."""
     if _is_exact(layout):
         return words
-    outer = words.shape[:-1]
-    octets = words.contiguous().view(torch.uint8).reshape(*outer, -1, _width(layout), 2).transpose(-1, -2)
+    octets = words.contiguous().view(torch.uint8)
+    octets = octets.reshape(*words.shape[:-1], WIDTH, 2).transpose(-1, -2)
     if layout.bits == 4:
         octets = torch.stack((octets & 15, octets >> 4), dim=-2).flatten(-3, -2)
-    return octets.reshape(*outer, -1)
+    return octets.flatten(-2)
 
 
 def _by_group(tensor_NG: torch.Tensor, groups: int, outs: int) -> torch.Tensor:
