@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Of a driver's answer: nothing is wrong; no memory is left.
 _SUCCESS, _OUT_OF_MEMORY = 0, 2
+#: What cuda-pathfinder raises where there is no such library; its text is several sentences.
+_MISSING = "DynamicLibNotFoundError"
 
 
 class VirtualMemory(Protocol):
@@ -81,9 +83,24 @@ def unavailable() -> str | None:
         return f"cuda-bindings cannot be imported ({error}); it is installed with intarsia on Linux"
     try:
         (status,) = driver.cuInit(0)
-    except RuntimeError as error:  # libcuda.so is not there
-        return f"no NVIDIA driver can be loaded ({_first_line(error)}); install one that runs CUDA 12 or newer"
+    except RuntimeError as error:
+        missing = type(error).__name__ == _MISSING
+        why = "libcuda.so.1 is not on this machine" if missing else _first_line(error)
+        return f"no NVIDIA driver can be loaded ({why}); install one that runs CUDA 12 or newer"
     return None if status == _SUCCESS else f"the NVIDIA driver cannot be used: {_named(driver, status)}"
+
+
+def elsewhere(device: str) -> str:
+    """Return where the engine runs that is not on a GPU, and why it could not, in words for the end of a reason."""
+    import torch
+
+    if torch.cuda.is_available():
+        why = ""
+    elif torch.version.cuda is None and torch.version.hip is None:
+        why = ": the torch that is installed is built without CUDA"
+    else:
+        why = ": torch sees no GPU, nor a driver that works"
+    return f"the engine runs on {device}{why}"
 
 
 def require_driver() -> Any:

@@ -21,6 +21,7 @@ from attrs import define, evolve, field, frozen
 from intarsia.errors import CompositionError, ExecutionError
 from intarsia.protocols import AttentionBackend, CacheStorage, FixedAttention, Runner, RunnerContext
 from intarsia.types import CacheLayout, CacheMove, Fit, ForwardBatch, MoeSpec, Unfit
+from intarsia_cuda.driver import elsewhere
 
 #: Runs before a capture: libraries choose kernels and take memory in the first.
 _RUNS_BEFORE = 2
@@ -250,7 +251,7 @@ def fit(context: RunnerContext) -> Fit | Unfit:
     """NVIDIA GPUs, dense models, and attention whose metadata can stay where it is."""
     device = context.engine.device
     if not device.startswith("cuda"):
-        return Unfit(f"it captures what is launched on NVIDIA GPUs, and the engine runs on {device}")
+        return Unfit(f"it captures what is launched on NVIDIA GPUs, and {elsewhere(device)}")
     reason = refusal(context)
     # Below `eager`: a config names it, until it has been measured on a device.
     return Unfit(reason) if reason else Fit(5, "a decoding step is launched as one graph")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from attrs import frozen
@@ -12,6 +13,7 @@ from intarsia.gpu_kernels import Specialisation
 from intarsia.protocols import Kernel, PartContext
 from intarsia.types import DecoderSpec, Fit, Invariance, Unfit
 from intarsia_cuda import saved_bytes
+from intarsia_cuda.driver import elsewhere
 
 #: The lowest compute capability that there are forms for: A100's.
 _CAPABILITY = (8, 0)
@@ -33,8 +35,8 @@ class CudaKernels:
             _kernel("rms_norm", norms.rms_norm),
             _kernel("add_rms_norm", norms.add_rms_norm, saves=saved_bytes.add_rms_norm),
             _kernel("layer_norm", norms.layer_norm),
-            _kernel("silu_mul", activations.silu_mul, saves=saved_bytes.gated),
-            _kernel("gelu_tanh_mul", activations.gelu_tanh_mul, saves=saved_bytes.gated),
+            _kernel("silu_mul", activations.silu_mul, saves=partial(saved_bytes.gated, "silu")),
+            _kernel("gelu_tanh_mul", activations.gelu_tanh_mul, saves=partial(saved_bytes.gated, "gelu_tanh")),
             _kernel("gelu_tanh", activations.gelu_tanh),
             _kernel("soft_cap", activations.soft_cap),
             _kernel("sample_rows", sampling.sample_rows),
@@ -78,8 +80,7 @@ def fit(context: PartContext) -> Fit | Unfit:
 
     device = context.engine.device
     if not device.startswith("cuda"):
-        why = "" if torch.cuda.is_available() else ": torch sees no GPU, nor a driver that works"
-        return Unfit(f"its kernels run on NVIDIA GPUs, and the engine runs on {device}{why}")
+        return Unfit(f"its kernels run on NVIDIA GPUs, and {elsewhere(device)}")
     if importlib.util.find_spec("triton") is None:
         return Unfit("its kernels are Triton's, and triton is not installed; there are wheels for Linux")
     if torch.version.hip is not None:

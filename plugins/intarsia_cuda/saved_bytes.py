@@ -36,9 +36,9 @@ def norm_linear(spec: DecoderSpec, size: int) -> int:
     return sum(1 if isinstance(layer.mlp, MoeSpec) else 2 for layer in before) * 2 * spec.embed_dim * size
 
 
-def gated(spec: DecoderSpec, size: int) -> int:
-    """Activation (F read, F written) and product (2 F, F), against 2 F and F: 2 F a block that is gated."""
-    return sum(2 * _gated_dim(layer) for layer in spec.layers) * size
+def gated(activation: str, spec: DecoderSpec, size: int) -> int:
+    """Activation (F read, F written) and product (2 F, F), against 2 F and F: 2 F a block that is gated by it."""
+    return sum(2 * _gated_dim(layer) for layer in spec.layers if layer.mlp.activation == activation) * size
 
 
 def _gated_dim(layer: LayerSpec) -> int:

@@ -17,7 +17,7 @@ from attrs import Factory, define, field
 from intarsia.errors import CompositionError
 from intarsia.protocols import CacheContext, CacheStorage
 from intarsia.types import CacheLayout, CacheMove, CacheStats, Fit, SequenceId, Unfit, parse_bytes
-from intarsia_cuda.driver import VirtualMemory, cuda_memory, ordinal, unavailable
+from intarsia_cuda.driver import VirtualMemory, cuda_memory, elsewhere, ordinal, unavailable
 from intarsia_cuda.options import VmmOptions
 from intarsia_cuda.pages import Regions
 
@@ -397,7 +397,7 @@ def fit(context: CacheContext) -> Fit | Unfit:
     """NVIDIA GPUs whose driver is there."""
     device = context.engine.device
     if not device.startswith("cuda"):
-        return Unfit(f"it maps the memory of NVIDIA GPUs, and the engine runs on {device}")
+        return Unfit(f"it maps the memory of NVIDIA GPUs, and {elsewhere(device)}")
     reason = unavailable()
     return Unfit(reason) if reason else Fit(20, "each sequence in one piece; equal prefixes are not shared")
 

@@ -30,7 +30,7 @@ from intarsia.types import (
     Provider,
     RopeSpec,
 )
-from intarsia_cuda import kernels, saved_bytes
+from intarsia_cuda import graphs, kernels, saved_bytes, vmm
 
 ROPE = RopeSpec(kind="default", base=1e4, dim=128)
 
@@ -51,9 +51,12 @@ def context_of(device="cpu", dtype="bfloat16"):
 
 def test_on_a_cpu_it_says_in_one_line_what_it_is_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kernels.fit(context_of()).reason == (
-        "its kernels run on NVIDIA GPUs, and the engine runs on cpu: torch sees no GPU, nor a driver that works"
-    )
+    for built_for, why in (("13.0", "torch sees no GPU, nor a driver"), (None, "the torch that is installed is built")):
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+        for part, what in ((kernels, "its kernels run on"), (vmm, "it maps"), (graphs, "it captures")):
+            reason = part.fit(context_of()).reason
+            assert reason.startswith(what) and f"NVIDIA GPUs, and the engine runs on cpu: {why}" in reason
+            assert ". " not in reason
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert kernels.fit(context_of()).reason == "its kernels run on NVIDIA GPUs, and the engine runs on cpu"
 
@@ -116,7 +119,7 @@ def test_a_token_saves_what_the_formulas_say():
     spec = spec_of()
     # Two layers have four norms before blocks; all but the first follow a sum.
     assert saved_bytes.add_rms_norm(spec, 2) == 3 * 4096 * 2
-    assert saved_bytes.gated(spec, 2) == 2 * 2 * 14336 * 2
+    assert saved_bytes.gated("silu", spec, 2) == 2 * 2 * 14336 * 2
     # Rotation reads and writes 40 heads, of which the kernel reads and writes the keys once less, and queries no more.
     assert saved_bytes.attention_inputs(spec, 2) == 2 * (2 * 40 + 4 * 8 - 2 * (32 + 16)) * 128 * 2 == 2 * 16 * 128 * 2
     # Of four norms each one's rows are neither written nor read again; of a mixture many read them.
@@ -131,7 +134,8 @@ def test_where_the_chain_is_not_there_or_runs_as_it_is_nothing_is_saved():
     assert saved_bytes.add_rms_norm(spec_of(norm="layer"), 2) == 0
     assert saved_bytes.add_rms_norm(spec_of(norms="post"), 2) == 0
     assert saved_bytes.add_rms_norm(spec_of(parallel=True), 2) == 1 * 4096 * 2
-    assert saved_bytes.gated(spec_of(mlp=MlpSpec(64, "gelu_tanh", gated=False)), 2) == 0
+    assert saved_bytes.gated("gelu_tanh", spec_of(mlp=MlpSpec(64, "gelu_tanh", gated=False)), 2) == 0
+    assert saved_bytes.gated("gelu_tanh", spec_of(), 2) == 0, "the model does not call it"
     assert saved_bytes.attention_inputs(spec_of(qk_norm="all"), 2) == 0
     assert saved_bytes.attention_inputs(spec_of(rope=None), 2) == 0
     assert saved_bytes.norm_linear(spec_of(norm="layer"), 2) == 0
