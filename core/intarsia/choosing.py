@@ -14,7 +14,7 @@ from attrs import define, evolve, field
 from intarsia.demands import LogitsDemands, build_demands
 from intarsia.drafting import Drafting
 from intarsia.protocols import ExecutorContext, Target
-from intarsia.sampling import Draw, Sampler, draw, draw_by
+from intarsia.sampling import Draw, Picked, Sampler, SampleRows, draw, draw_by
 from intarsia.types import (
     PENDING,
     BatchPlan,
@@ -35,6 +35,7 @@ class TokenChoosing:
     _sampler: Sampler
     _drafting: Drafting | None
     _demands: LogitsDemands = field()
+    _sample_rows: SampleRows | None = None
 
     def start(self, target: Target) -> None:
         """Let the drafter get ready: the weights are loaded, the cache is not made yet."""
@@ -59,11 +60,23 @@ class TokenChoosing:
                 self._drafting.enter(entered)
 
     def ids(self, row: Row) -> Sequence[int]:
-        """Return a row's ids; those that the step before chose are known here by now."""
+        """Return a row's ids; those that the step before chose are known here by now, unless it chose on the device.
+
+        Where nothing was chosen, as its row failed, there is 0: the row is void.
+        """
         if PENDING not in row.token_ids:
             return row.token_ids
         known = self._sampler.token_ids(row.sequence_id)
-        return [known[row.start + i] if token == PENDING else token for i, token in enumerate(row.token_ids)]
+        known = [*known[row.start : row.start + len(row.token_ids)], *(0,) * len(row.token_ids)]
+        return [known[i] if token == PENDING else token for i, token in enumerate(row.token_ids)]
+
+    def can_pick(self, rows: Sequence[Row]) -> bool:
+        """Whether the device alone can choose for these rows."""
+        return self._drafting is None and self._sampler.can_pick(rows, draws=self._sample_rows is not None)
+
+    def pick(self, rows: Sequence[Row], logits_LV: torch.Tensor) -> Picked:
+        """Choose on the device, in the place of `choose`, and wait for nothing."""
+        return self._sampler.pick(rows, logits_LV, self._sample_rows)
 
     def choose(
         self, rows: Sequence[Row], bounds: Sequence[int], logits_of: Callable[[Demand], torch.Tensor]
@@ -127,4 +140,5 @@ def build_choosing(context: ExecutorContext) -> TokenChoosing:
         Sampler(context.num_ids, context.logits_processors, context.tokenizer, verify, _draw(context)),
         None if drafter is None else Drafting(drafter, context.num_ids, verify == "rejection"),
         build_demands(context),
+        context.ops.sample_rows,
     )

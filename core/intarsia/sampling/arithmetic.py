@@ -47,7 +47,13 @@ def totals(weights_LV: torch.Tensor) -> torch.Tensor:
 
 
 def likeliest(logits_LV: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Return the id of each row's highest logit, of equal ones the lowest id, and that logit.
+    """Return what `likeliest_ids` does, on the host."""
+    ids_L, best_L = likeliest_ids(logits_LV)
+    return ids_L.tolist(), best_L.tolist()
+
+
+def likeliest_ids(logits_LV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the id of each row's highest logit (L,), of equal ones the lowest id, and that logit (L,).
 
     The id is FAILED where the logit is NaN, as it is where any of the row is, or infinite.
     """
@@ -56,6 +62,6 @@ def likeliest(logits_LV: torch.Tensor) -> tuple[list[int], list[float]]:
         rows = logits_LV.numpy()
         ids = rows.argmax(axis=-1)
         best = rows[np.arange(len(rows)), ids]
-        return np.where(np.isfinite(best), ids, FAILED).tolist(), best.tolist()
+        return torch.from_numpy(np.where(np.isfinite(best), ids, FAILED)), torch.from_numpy(best)
     found = logits_LV.max(dim=-1)
-    return torch.where(found.values.isfinite(), found.indices, FAILED).tolist(), found.values.tolist()
+    return torch.where(found.values.isfinite(), found.indices, FAILED), found.values

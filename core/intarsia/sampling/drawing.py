@@ -14,6 +14,8 @@ import torch
 from intarsia.sampling.filters import Candidates, candidates
 from intarsia.sampling.settings import Settings
 
+#: A kernel of the op `sample_rows`.
+SampleRows: TypeAlias = Callable[..., torch.Tensor]
 #: Draws one token a row, as `draw` does.
 Draw: TypeAlias = Callable[[torch.Tensor, Sequence[Settings], np.ndarray], list[int]]
 
@@ -34,7 +36,7 @@ def draw(logits_LV: torch.Tensor, settings: Sequence[Settings], uniforms_L: np.n
 
 
 def draw_by(
-    sample_rows: Callable[..., torch.Tensor],
+    sample_rows: SampleRows,
     logits_LV: torch.Tensor,
     settings: Sequence[Settings],
     uniforms_L: np.ndarray,
@@ -52,15 +54,15 @@ def draw_by(
             tokens[row] = token
     if there:
         logits = logits_LV if not here else logits_LV[there]
-        columns = _columns([settings[row] for row in there], logits_LV.shape[1])
-        numbers = [*columns, torch.from_numpy(uniforms_L[there])]
+        asked = columns([settings[row] for row in there], logits_LV.shape[1])
+        numbers = [*asked, torch.from_numpy(uniforms_L[there])]
         chosen = sample_rows(logits, *(column.to(logits_LV.device) for column in numbers)).tolist()
         for row, token in zip(there, chosen, strict=True):
             tokens[row] = token
     return tokens
 
 
-def _columns(settings: Sequence[Settings], vocab: int) -> list[torch.Tensor]:
+def columns(settings: Sequence[Settings], vocab: int) -> list[torch.Tensor]:
     """Return temperature, top_k, top_p and min_p of each row (L,)."""
     return [
         torch.tensor([s.temperature for s in settings], dtype=torch.float64),

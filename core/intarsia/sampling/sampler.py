@@ -20,7 +20,8 @@ from attrs import define, field
 
 from intarsia.protocols import LogitsProcessor, TokenizerView
 from intarsia.sampling.arithmetic import FAILED
-from intarsia.sampling.drawing import Draw, draw
+from intarsia.sampling.drawing import Draw, SampleRows, draw
+from intarsia.sampling.on_device import Picked, can_pick, pick
 from intarsia.sampling.picking import Picks, blame, drawn, edit, failure, redraw
 from intarsia.sampling.random import CHOOSE, DRAFT
 from intarsia.sampling.rejection import distributions, verify
@@ -85,6 +86,16 @@ class Sampler:
     def token_ids(self, sequence_id: SequenceId) -> Sequence[int]:
         """Return the prompt and what was chosen so far."""
         return self._states[sequence_id].history.token_ids
+
+    def can_pick(self, rows: Sequence[Row], *, draws: bool) -> bool:
+        """Whether the device alone can choose for all of these rows; see `intarsia.sampling.on_device`."""
+        return all(can_pick(row, self._states[row.sequence_id], draws=draws) for row in rows)
+
+    def pick(self, rows: Sequence[Row], logits_LV: torch.Tensor, sample_rows: SampleRows | None) -> Picked:
+        """Choose for such rows on the device, as `choose` does. What is chosen is taken by `Picked.settle`."""
+        wanting = [row for row in rows if row.want is not Want.NONE]
+        states = [self._states[row.sequence_id] for row in wanting]
+        return pick(wanting, states, logits_LV[:, : self.num_ids], sample_rows)
 
     def scored(self, row: Row) -> range:
         """Return the indices into a row's ids after which a token of the prompt follows that is to be scored."""
