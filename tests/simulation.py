@@ -70,6 +70,7 @@ class Simulation:
     sequences: dict = field(factory=dict, init=False)
     finished: dict = field(factory=dict, init=False)
     slots: dict = field(factory=dict, init=False)
+    host: dict = field(factory=dict, init=False)
     known: set = field(factory=set, init=False)
     log: list = field(factory=list, init=False)
 
@@ -180,12 +181,13 @@ class Simulation:
         return RowResult(sequence_id=row.sequence_id, token_ids=tuple(accepted), drafts=proposal)
 
     def _move(self, move):
-        assert move.kind == "copy"
-        size = self.layout.page_size
-        for slot in range(size):
-            source = self.slots.get((move.group, move.source, slot))
+        sources = self.host if move.kind == "swap_in" else self.slots
+        targets = self.host if move.kind == "swap_out" else self.slots
+        assert move.kind in ("copy", "swap_out", "swap_in")
+        for slot in range(self.layout.page_size):
+            source = sources.get((move.group, move.source, slot))
             target = (move.group, move.target, slot)
             if source is None:
-                self.slots.pop(target, None)
+                targets.pop(target, None)
             else:
-                self.slots[target] = source
+                targets[target] = source

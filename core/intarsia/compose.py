@@ -25,7 +25,18 @@ from intarsia.errors import (
     nearest,
 )
 from intarsia.invariance import kept_invariance, verified_invariance
-from intarsia.layout import check_capacity, check_cuts, check_memory, lay_out, num_pages, page_bytes, weight_bytes
+from intarsia.layout import (
+    check_capacity,
+    check_cuts,
+    check_memory,
+    check_swap,
+    check_swaps,
+    lay_out,
+    num_host_pages,
+    num_pages,
+    page_bytes,
+    weight_bytes,
+)
 from intarsia.machine import free_memory, resolve_device, resolve_dtype, resolve_threads
 from intarsia.models.weights import Weights, check_tensors, keep_stored
 from intarsia.ops import BY_FORMAT, NAMES, OPS, Ops, resolve
@@ -215,6 +226,7 @@ class _Composer:
             layout=layout,
             num_pages=cache.num_page_ids if isinstance(cache, StorageMaker) else cache.num_pages,
             make_storage=cache.make_storage if isinstance(cache, StorageMaker) else None,
+            num_host_pages=placed.num_host_pages,
             ops=ops,
             attention=attention,
             quantizers=quantizers,
@@ -240,6 +252,7 @@ class _Composer:
             weight_bytes=weights,
             layout=layout,
             num_pages=cache.num_pages,
+            num_host_pages=placed.num_host_pages,
             num_ids=model.num_ids,
             ops=ops,
             attention=attention,
@@ -439,7 +452,7 @@ class _Composer:
                 self._check_format(options, attention, ops, context)
                 share = None if partition is None else partition.share
                 layout = lay_out(whole, options, order, base.engine.dtype, share)
-                pages = num_pages(options, page_bytes(whole, options, order, base.engine.dtype, shares), free - weights)
+                each = page_bytes(whole, options, order, base.engine.dtype, shares)
                 return CacheContext(
                     options=options,
                     engine=base.engine,
@@ -448,7 +461,8 @@ class _Composer:
                     tokenizer=base.tokenizer,
                     partition=partition,
                     layout=layout,
-                    num_pages=pages,
+                    num_pages=num_pages(options, each, free - weights),
+                    num_host_pages=num_host_pages(options, each),
                 )
 
             try:
@@ -493,7 +507,9 @@ class _Composer:
         placed = context_of(options=chosen.options)
         # Before it is built: the books of a cache that is far too large are too large themselves.
         check_memory(placed, weights, free)
+        check_swap(placed, self._free_on_host(placed, weights, free))
         cache: CacheAllocator = self.select.build(chosen, context_of)
+        check_swaps(cache, chosen.offer.provider.key, placed)
         with blamed("capacity or num_pages", chosen.offer):
             check_capacity(cache, placed, room=free - weights)
             if cache.num_pages > placed.num_pages:
@@ -501,6 +517,13 @@ class _Composer:
                     f"{titled(chosen.offer)} says that it has {cache.num_pages} pages; it was given {placed.num_pages}"
                 )
         return cache, placed
+
+    def _free_on_host(self, placed: CacheContext, weights: int, free: int) -> int:
+        """Return the bytes of host memory that are free for swapped pages, once weights and cache are there."""
+        if placed.engine.device == "cpu":
+            return free - weights - placed.num_pages * placed.layout.page_bytes
+        partition = placed.partition
+        return free_memory("cpu") // (1 if partition is None else len(partition.shares))
 
     # --- the whole --------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, 
 from intarsia.explain import explain
 from intarsia.observers import Observers
 from intarsia.plugins import Registry
+from intarsia.preemption import Preemption
 from intarsia.preparing import Arrival, Preparation, Preparing, Processors
 from intarsia.prompts import Prompts
 from intarsia.protocols import Parts, Progress
@@ -81,6 +82,7 @@ class Engine:
     _names: Iterator[int] = field(factory=itertools.count, init=False)
     _counts: dict[str, int] = field(init=False)
     _speculation: Speculation = field(factory=Speculation, init=False)
+    _preemption: Preemption = field(init=False)
     _stalled: int = field(default=0, init=False)
     _closed: str | None = field(default=None, init=False)
 
@@ -90,6 +92,7 @@ class Engine:
         self._prompts = Prompts(parts.tokenizer, parts.num_ids, parts.engine.max_model_len)
         self._processors = Processors.of(parts)
         self._seeds = None if parts.engine.seed is None else random.Random(parts.engine.seed)  # noqa: S311
+        self._preemption = Preemption(parts.cache)
         self._counts = dict.fromkeys(("steps", "prompt_tokens", "generated_tokens", "finished", "aborted", "failed"), 0)
 
     @classmethod
@@ -345,6 +348,7 @@ class Engine:
         outputs = self._accept(plan, result)
         self._counts["steps"] += 1
         self._speculation.count(plan, result)
+        self._preemption.observe(plan, result)
         if self._observers.watches("step_finished"):
             seconds = time.perf_counter() - begun
             self._observers.tell("step_finished", result=result, outputs=tuple(outputs), seconds=seconds)
@@ -366,6 +370,7 @@ class Engine:
 
     def _begin(self, plan: BatchPlan, now: float) -> None:
         self._check_progress(plan)
+        self._preemption.begin(plan, lambda sequence_id: self._sequences[sequence_id].num_computed)
         for sequence_id in plan.preempted:
             self._sequences[sequence_id].num_computed = 0
         for row in plan.rows:
@@ -446,7 +451,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Return figures: sequences by state, steps and tokens so far, the cache's books.
 
-        With a drafter also `speculation`, see `intarsia.speculation`.
+        `preemption` is what `intarsia.preemption` counts; with a drafter there is also `speculation`, see
+        `intarsia.speculation`.
         """
         scheduler = self.parts.scheduler
         figures = {
@@ -455,6 +461,7 @@ class Engine:
             "running": scheduler.num_running,
             **self._counts,
             "cache": attrs.asdict(self.parts.cache.stats()),
+            "preemption": self._preemption.stats(),
         }
         if self.parts.drafter is not None:
             figures["speculation"] = self._speculation.stats(self.parts)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
 from intarsia.choosing import TokenChoosing, build_choosing
 from intarsia.protocols import ExecutorContext, Progress
@@ -85,15 +85,17 @@ class LocalExecutor:
     def _step(self, plan: BatchPlan) -> None:
         assert not self._done, "one step is in flight at most"
         self._choosing.meet(plan)
-        begun = time.perf_counter()
         self._stage.move(plan.moves)
+        begun = time.perf_counter()
         if not plan.rows:
             self._done.append(StepResult())
             return
         batch, hidden = self._run(plan.rows, [self._choosing.ids(row) for row in plan.rows])
         with self._marked("choose"):
             results = self._choosing.choose(plan.rows, batch.bounds, partial(self._demanded, hidden))
-        self._done.append(self._choosing.finish(plan.rows, results, time.perf_counter() - begun))
+        result = self._choosing.finish(plan.rows, results, time.perf_counter() - begun)
+        swapped, swap_s = self._stage.take_swapped()
+        self._done.append(evolve(result, swapped=swapped, swap_s=swap_s))
 
     def _demanded(self, hidden_TE: torch.Tensor, demand: Demand) -> torch.Tensor:
         return self._logits(hidden_TE, demand.rows_L)

@@ -13,6 +13,7 @@ from intarsia.config import as_dict, fingerprint
 from intarsia.invariance import promises
 from intarsia.layout import lay_out, weight_bytes
 from intarsia.machine import device_facts, free_memory
+from intarsia.models.swapping import staging_bytes
 from intarsia.models.weights import num_parameters
 from intarsia.ops import ANY_FORMAT
 from intarsia.protocols import Parts, Selection
@@ -81,7 +82,9 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
         pages, cache: those that sequences can use, and their bytes.
         spare: one page more, which holds no sequence: padded tokens write there.
         drafter: what it takes beside: pages of its own, a second model.
-        total: weights, cache, spare and drafter.
+        staging: buffers that pages pass through on their way to host memory and back.
+        total: weights, cache, spare, drafter and staging.
+        host_pages, host: pages of preempted sequences that host memory holds, and their bytes there, none of the total.
         layout: order of the axes, entry format, number of groups.
         max_batch: how many sequences of max_model_len fit at once.
         free: what is free now.
@@ -90,6 +93,7 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
     assert max_len is not None
     cache = parts.num_pages * layout.page_bytes
     drafter = 0 if parts.drafter is None else parts.drafter.num_bytes(layout)
+    staging = staging_bytes(layout) if parts.num_host_pages else 0
     return {
         "weights": parts.weight_bytes,
         "token": layout.token_bytes,
@@ -99,7 +103,10 @@ def memory_plan(parts: Parts) -> dict[str, Any]:
         "cache": cache,
         "spare": layout.page_bytes,
         "drafter": drafter,
-        "total": parts.weight_bytes + cache + layout.page_bytes + drafter,
+        "staging": staging,
+        "total": parts.weight_bytes + cache + layout.page_bytes + drafter + staging,
+        "host_pages": parts.num_host_pages,
+        "host": parts.num_host_pages * layout.page_bytes,
         "layout": {"order": layout.order, "format": layout.format, "groups": len(layout.groups)},
         "max_batch": parts.cache.capacity(max_len),
         "free": free_memory(parts.engine.device),

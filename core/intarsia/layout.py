@@ -10,7 +10,7 @@ import torch
 from intarsia.errors import CompositionError
 from intarsia.models.weights import tied_head_quantizers
 from intarsia.ops import Ops
-from intarsia.protocols import CacheAllocator, CacheContext, Divisible, Partition, Quantizer
+from intarsia.protocols import CacheAllocator, CacheContext, Divisible, Partition, Quantizer, SwappingAllocator
 from intarsia.types import (
     AUTO,
     EMBED,
@@ -179,6 +179,58 @@ def num_pages(options: CacheOptions, page_bytes: int, room: int) -> int:
     """
     memory = int(max(0, room) * CACHE_SHARE) if options.memory == AUTO else parse_bytes(options.memory)
     return memory // page_bytes
+
+
+def num_host_pages(options: CacheOptions, page_bytes: int) -> int:
+    """Return how many pages of each group host memory holds.
+
+    Args:
+        options: give the size.
+        page_bytes: of a page.
+    """
+    return parse_bytes(options.swap) // page_bytes
+
+
+def check_swap(context: CacheContext, free: int) -> None:
+    """Check that there is as much host memory as `cache.swap` asks for, and that it holds a page.
+
+    Args:
+        context: of the cache.
+        free: bytes of host memory that are free beside weights and cache.
+
+    Raises:
+        CompositionError: it is not so; says what would be.
+    """
+    asked, page_bytes = context.options.swap, context.layout.page_bytes
+    size = parse_bytes(asked)
+    if size > free:
+        problem = (
+            f"{max(0, free)} bytes of host memory are free beside weights and cache; '{_sized(max(0, free))}' fits"
+        )
+    elif size and not context.num_host_pages:
+        problem = f"it holds no page of {page_bytes} bytes; '{_sized(page_bytes, up=True)}' holds one"
+    else:
+        return
+    raise CompositionError(f"cache.swap: {asked!r} is asked for, and {problem}", field="cache.swap")
+
+
+def check_swaps(cache: CacheAllocator, key: str, context: CacheContext) -> None:
+    """Check that a cache that is given host memory has a use for it.
+
+    Args:
+        cache: its books.
+        key: of its provider.
+        context: what they were built from.
+
+    Raises:
+        CompositionError: it has none.
+    """
+    if context.num_host_pages and not isinstance(cache, SwappingAllocator):
+        raise CompositionError(
+            f"cache.swap: {context.options.swap!r} is asked for, and cache {key!r} keeps no pages in host memory; "
+            "leave it at '0', or take cache 'paged'",
+            field="cache.swap",
+        )
 
 
 def check_memory(context: CacheContext, weights: int, free: int) -> None:

@@ -39,6 +39,8 @@ from intarsia.types import (
     SequenceId,
     Share,
     StepResult,
+    SwapPrices,
+    SwapStats,
     TokenizerSpec,
     Weight,
     WeightMap,
@@ -95,6 +97,8 @@ __all__ = [
     "Stage",
     "StepCost",
     "StorageMaker",
+    "SwappingAllocator",
+    "SwappingStorage",
     "Target",
     "TokenizerView",
     "Verified",
@@ -249,10 +253,12 @@ class CacheContext(PartContext):
     Attributes:
         layout: how the cache lies, as the composition agreed on.
         num_pages: how many pages its memory holds.
+        num_host_pages: how many pages of each group the host memory of `cache.swap` holds.
     """
 
     layout: CacheLayout
     num_pages: int
+    num_host_pages: int = 0
 
 
 @frozen(kw_only=True)
@@ -306,6 +312,7 @@ class ExecutorContext(PartContext):
         pinned_memory: a `cache.memory` that gives every rank as many pages as this one.
         build_stage, build_choosing, build_demands: make, from this context, what an executor drives.
         make_storage: makes the cache's tensors where the allocator does so itself, see `StorageMaker`; else None.
+        num_host_pages: pages of each group that swapped-out sequences can have in host memory.
     """
 
     checkpoint: Checkpoint
@@ -324,6 +331,7 @@ class ExecutorContext(PartContext):
     build_choosing: Callable[[ExecutorContext], Choosing]
     build_demands: Callable[[ExecutorContext], Demands]
     make_storage: Callable[[int, torch.device], CacheStorage] | None = None
+    num_host_pages: int = 0
 
 
 @frozen(kw_only=True)
@@ -569,6 +577,19 @@ class CacheStorage(Protocol):
         ...
 
 
+@runtime_checkable
+class SwappingStorage(Protocol):
+    """What a `CacheStorage` can do besides: copy pages to host memory and back, as `swap_out` and `swap_in` say.
+
+    The copies of a plan are done in order with its other moves: a page that is swapped out can be written to by a move
+    behind that and by the step's rows, and a page that is swapped in is there for them.
+    """
+
+    def take_swapped(self) -> tuple[int, float]:
+        """Return how many bytes were copied, and the seconds that took, of copies that are over; forget them."""
+        ...
+
+
 class Runner(Protocol):
     """Runs a range of layers on a ForwardBatch. The ops are the meaning: every runner equals them."""
 
@@ -736,6 +757,31 @@ class StorageMaker(Protocol):
         Raises:
             ExecutionError: the device refuses.
         """
+        ...
+
+
+@runtime_checkable
+class SwappingAllocator(Protocol):
+    """What a cache allocator can do besides: keep the pages of preempted sequences in host memory.
+
+    `reserve` brings a swapped sequence's pages back, and then returns as many tokens as were valid when it left, or
+    None where there is no room; then it stays swapped out. `release` gives its host pages back, and `fork` names it as
+    neither parent nor child. Both ways the copies are moves of the next plan.
+    """
+
+    def swap_out(self, sequence_id: SequenceId) -> bool:
+        """Move a sequence's valid tokens to host memory and give its pages back.
+
+        Returns False where host memory has no room, or computing the tokens again is cheaper; then nothing has changed.
+        """
+        ...
+
+    def price(self, prices: SwapPrices) -> None:
+        """Learn what copying and computing were measured to take."""
+        ...
+
+    def swap_stats(self) -> SwapStats:
+        """Return the figures of host memory."""
         ...
 
 
@@ -980,6 +1026,10 @@ class Stage(Protocol):
         """Do a plan's cache work, in order."""
         ...
 
+    def take_swapped(self) -> tuple[int, float]:
+        """Return bytes copied between device and host and the seconds that took, see `SwappingStorage`."""
+        ...
+
     def stop(self) -> None:
         """Drop weights and cache. Safe to call twice."""
         ...
@@ -1181,6 +1231,7 @@ class Parts:
         ops: the table of named ops, resolved.
         invariance: the level that the whole keeps: the weakest of its parts'.
         partition: how ranks share the model; None where one device has all of it.
+        num_host_pages: pages of each cache group in host memory, for sequences that are swapped out.
     """
 
     engine: EngineOptions
@@ -1204,6 +1255,7 @@ class Parts:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     sampling: SamplingDefaults = Factory(SamplingDefaults)
     partition: Partition | None = None
+    num_host_pages: int = 0
 
     def selection(self, slot: str) -> Selection:
         """Return the (first) choice for a slot; KeyError where the slot is empty."""

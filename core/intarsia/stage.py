@@ -13,7 +13,7 @@ from attrs import define, evolve, field
 
 from intarsia.models.cache import TensorCache
 from intarsia.models.weights import Weights, load_weights
-from intarsia.protocols import CacheStorage, ExecutorContext, PreparingRunner, Progress, Runner
+from intarsia.protocols import CacheStorage, ExecutorContext, PreparingRunner, Progress, Runner, SwappingStorage
 from intarsia.types import CacheLayout, CacheMove, ForwardBatch, Row, Want
 
 
@@ -104,8 +104,11 @@ class ModelStage:
 
     def allocate(self, num_scratch: int = 0) -> None:
         """Make the cache, with pages behind the pool that no sequence holds."""
-        make = self.context.make_storage or partial(TensorCache.allocate, self.context.layout)
-        self._cache = make(self.context.num_pages + num_scratch, self.device)
+        context = self.context
+        make = context.make_storage or partial(
+            TensorCache.allocate, context.layout, num_host_pages=context.num_host_pages
+        )
+        self._cache = make(context.num_pages + num_scratch, self.device)
 
     def batch(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> ForwardBatch:
         """Lay rows with these ids out, and let the attention backend prepare for them."""
@@ -130,6 +133,10 @@ class ModelStage:
         """Do a plan's cache work."""
         assert self._cache is not None, "allocate() comes first"
         self._cache.move(moves)
+
+    def take_swapped(self) -> tuple[int, float]:
+        """Return bytes copied between device and host since this was asked last, and the seconds that took."""
+        return self._cache.take_swapped() if isinstance(self._cache, SwappingStorage) else (0, 0.0)
 
     def fill(self, value: float) -> None:
         """Set every entry of the cache, for tests: what holds no token must not be read."""

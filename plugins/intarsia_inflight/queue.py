@@ -20,6 +20,7 @@ class Entry:
         rank: its priority, raised by waiting. It does not change while it runs.
         computed: tokens that have valid slots.
         drafts: proposals for its next row.
+        swapped: whether its pages are in host memory.
     """
 
     sequence: SequenceView
@@ -27,6 +28,7 @@ class Entry:
     waited: int = 0
     computed: int = 0
     drafts: tuple[int, ...] = ()
+    swapped: bool = False
     rank: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:

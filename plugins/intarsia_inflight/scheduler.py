@@ -5,9 +5,9 @@ A step is filled in this order, each within the token budget:
 1. A waiting sequence whose priority is above a running one's rank takes its place: the lowest-ranked, latest arrival is
    preempted.
 2. Running rows that decode: one token each. Where pages run out, the lowest-ranked, latest arrival that has no row in
-   this step is preempted: its pages go, and it is run again later, prompt and answer so far. Drafts take what budget
-   the decoding rows behind them leave, and pages that are free: they preempt nobody, and pages of those that were
-   rejected are given back.
+   this step is preempted: its pages go, to host memory where the cache has some and copying is cheaper; else it is run
+   again later, prompt and answer so far. Drafts take what budget the decoding rows behind them leave, and pages that
+   are free: they preempt nobody, and pages of those that were rejected are given back.
 3. Running prompts, in chunks.
 4. Waiting sequences, in the order of their turn, while pages last. Nobody overtakes the first in line, but for those
    that wait for a prompt in front of them to compute what they share: that takes its steps, and spares theirs.
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from intarsia.errors import OverloadedError
-from intarsia.protocols import CacheAllocator, PartContext, SequenceView
+from intarsia.protocols import CacheAllocator, PartContext, SequenceView, SwappingAllocator
 from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
 from intarsia_inflight.options import InflightOptions
 from intarsia_inflight.queue import Entry, Queue, common_prefix
@@ -72,17 +72,18 @@ class InflightScheduler:
 
     def remove(self, sequence_id: SequenceId) -> None:
         """Forget a sequence, waiting or running."""
-        if self._running.pop(sequence_id, None) is not None:
-            self.allocator.release(sequence_id)
-        elif (entry := self._waiting.find(sequence_id)) is not None:
+        if self._running.pop(sequence_id, None) is None:
+            entry = self._waiting.find(sequence_id)
+            if entry is None:
+                return
             self._waiting.discard(entry)
-        else:
-            return
+        # One that waits can hold host memory.
+        self.allocator.release(sequence_id)
         self._left.append(sequence_id)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold no pages."""
+        """Sequences that hold no pages of the device."""
         return len(self._waiting)
 
     @property
@@ -165,7 +166,7 @@ class InflightScheduler:
         for entry in list(self._waiting):
             if not step.budget:
                 return
-            if self._awaits_parent(entry) or self._awaits_prefix(entry):
+            if not entry.swapped and (self._awaits_parent(entry) or self._awaits_prefix(entry)):
                 continue
             if not self._enter(entry, step):
                 return
@@ -179,17 +180,18 @@ class InflightScheduler:
         sequence_id, known = sequence.sequence_id, sequence.token_ids
         if len(self._running) >= self.options.max_batch or sequence_id in step.preempted:
             return False
-        parent = self._parent(entry)
+        parent = None if entry.swapped else self._parent(entry)
         if parent is not None and len(known) == sequence.num_prompt <= parent.computed:
             # The prompt is in the parent's pages. Its last token is run again, for its logits.
             self.allocator.fork(parent.sequence.sequence_id, sequence_id, len(known) - 1)
         computed = self.allocator.reserve(sequence_id, known, len(known), sequence.salt)
         if computed is None:
-            self.allocator.release(sequence_id)
+            if not entry.swapped:
+                self.allocator.release(sequence_id)
             return False
         self._waiting.discard(entry)
         self._running[sequence_id] = entry
-        entry.computed = computed
+        entry.computed, entry.swapped = computed, False
         step.entered.append(sequence.entered())
         return True
 
@@ -235,8 +237,10 @@ class InflightScheduler:
         return max(free, key=lambda entry: entry.turn, default=None)
 
     def _preempt(self, entry: Entry, step: _Step) -> None:
-        sequence_id = entry.sequence.sequence_id
-        self.allocator.release(sequence_id)
+        sequence_id, allocator = entry.sequence.sequence_id, self.allocator
+        entry.swapped = isinstance(allocator, SwappingAllocator) and allocator.swap_out(sequence_id)
+        if not entry.swapped:
+            allocator.release(sequence_id)
         del self._running[sequence_id]
         entry.computed, entry.drafts = 0, ()
         step.preempted.append(sequence_id)

@@ -7,23 +7,12 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from intarsia.protocols import CacheContext
-from intarsia.types import CacheLayout, CacheMove, CacheStats, SequenceId
+from intarsia.types import CacheLayout, CacheMove, CacheStats, SequenceId, SwapPrices, SwapStats
 from intarsia_paged import hashing
+from intarsia_paged.host import HostBooks
 from intarsia_paged.options import PagedOptions
 from intarsia_paged.pool import Pool
-
-#: In a page table: a page that a window has left behind. Nothing reads it again.
-GONE = -1
-
-
-@define
-class _Held:
-    """What one sequence holds: a page table a group, and the chain of its full pages' names."""
-
-    tables: list[list[int]]
-    salt: str
-    num_computed: int
-    chain: list[bytes]
+from intarsia_paged.tables import GONE, Held
 
 
 @define
@@ -33,12 +22,15 @@ class PagedAllocator:
     options: PagedOptions
     layout: CacheLayout
     num_pages: int
+    num_host_pages: int = 0
     _pools: list[Pool] = field(init=False)
-    _held: dict[SequenceId, _Held] = field(factory=dict, init=False)
+    _held: dict[SequenceId, Held] = field(factory=dict, init=False)
+    _host: HostBooks = field(init=False)
     _moves: list[CacheMove] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._pools = [Pool(self.num_pages) for _ in self.layout.groups]
+        self._host = HostBooks(self.layout, self.num_host_pages, self.options.swap_when == "always")
 
     @property
     def _size(self) -> int:
@@ -97,8 +89,13 @@ class PagedAllocator:
     # --- a sequence's pages -----------------------------------------------------------------------------------------
 
     def reserve(self, sequence_id: SequenceId, token_ids: Sequence[int], num_tokens: int, salt: str = "") -> int | None:
-        """Make room for `num_tokens`; a sequence's first call takes what is cached of its tokens."""
+        """Make room for `num_tokens`; a sequence's first call takes what is cached of its tokens.
+
+        One that is swapped out comes back.
+        """
         held = self._held.get(sequence_id)
+        if held is None and (swapped := self._host.get(sequence_id)) is not None:
+            return self._swap_in(sequence_id, swapped, num_tokens)
         if held is None:
             return self._admit(sequence_id, token_ids, num_tokens, salt)
         needs = [self._needed(group, held, num_tokens) for group in range(len(self._pools))]
@@ -125,7 +122,7 @@ class PagedAllocator:
                 if page != GONE:
                     pool.share(page)
             self._grow(pool, table, num_tokens)
-        self._held[sequence_id] = _Held(found, salt, num_cached, chain)
+        self._held[sequence_id] = Held(found, salt, num_cached, chain)
         return num_cached
 
     def _page(self, pool: Pool, name: bytes) -> int:
@@ -133,17 +130,17 @@ class PagedAllocator:
         assert page is not None
         return page
 
-    def _needed(self, group: int, held: _Held, num_tokens: int) -> int:
+    def _needed(self, group: int, held: Held, num_tokens: int) -> int:
         """Pages to take for a group: those to grow by, and one where the next token's page must be copied."""
         table = held.tables[group]
         return max(0, self._pages_for(num_tokens) - len(table)) + self._must_copy(group, held)
 
-    def _must_copy(self, group: int, held: _Held) -> bool:
+    def _must_copy(self, group: int, held: Held) -> bool:
         index = held.num_computed // self._size
         table = held.tables[group]
         return index < len(table) and self._pools[group].is_known_elsewhere(table[index])
 
-    def _own_next(self, group: int, held: _Held) -> None:
+    def _own_next(self, group: int, held: Held) -> None:
         """Copy the page that the next token is written to, if others refer to it or can find it by name."""
         if not self._must_copy(group, held):
             return
@@ -178,7 +175,7 @@ class PagedAllocator:
                 pool.drop(table[index])
                 table[index] = GONE
 
-    def _name_full(self, held: _Held, token_ids: Sequence[int]) -> None:
+    def _name_full(self, held: Held, token_ids: Sequence[int]) -> None:
         size = self._size
         for index in range(len(held.chain), held.num_computed // size):
             parent = held.chain[-1] if held.chain else hashing.root(held.salt)
@@ -200,7 +197,7 @@ class PagedAllocator:
 
     def fork(self, parent: SequenceId, child: SequenceId, num_tokens: int) -> bool:
         """Let the child refer to the parent's pages of these tokens; who writes to a shared one copies it first."""
-        assert child not in self._held, "the child holds pages already"
+        assert child not in self._held and child not in self._host, "the child holds pages already"
         source = self._held[parent]
         assert num_tokens <= source.num_computed
         tables = []
@@ -214,14 +211,17 @@ class PagedAllocator:
             for page in table:
                 if page != GONE:
                     pool.share(page)
-        self._held[child] = _Held(tables, source.salt, num_tokens, source.chain[: num_tokens // self._size])
+        self._held[child] = Held(tables, source.salt, num_tokens, source.chain[: num_tokens // self._size])
         return True
 
     def release(self, sequence_id: SequenceId) -> None:
         """Give everything back. The end goes first, so that of a cached prefix the beginning lives longest."""
-        held = self._held.pop(sequence_id, None)
-        if held is None:
-            return
+        self._host.drop(sequence_id)
+        if sequence_id in self._held:
+            self._give_back(sequence_id)
+
+    def _give_back(self, sequence_id: SequenceId) -> None:
+        held = self._held.pop(sequence_id)
         for pool, table in zip(self._pools, held.tables, strict=True):
             for page in reversed(table):
                 if page != GONE:
@@ -232,10 +232,73 @@ class PagedAllocator:
         moves, self._moves = tuple(self._moves), []
         return moves
 
+    # --- swapping ---------------------------------------------------------------------------------------------------
+
+    def swap_out(self, sequence_id: SequenceId) -> bool:
+        """Keep a sequence's valid pages in host memory and give back those of the device.
+
+        What has a name stays cached here too, until its page is needed.
+        """
+        held = self._held[sequence_id]
+        if not self.num_host_pages or not held.num_computed:
+            return False
+        moves = self._host.put(sequence_id, held)
+        if moves is None:
+            return False
+        self._moves += moves
+        self._give_back(sequence_id)
+        return True
+
+    def _swap_in(self, sequence_id: SequenceId, swapped: Held, num_tokens: int) -> int | None:
+        """Bring a sequence's pages back, but for those that are still here by their names."""
+        found = [
+            [GONE if page == GONE else self._still_here(pool, swapped, index) for index, page in enumerate(table)]
+            for pool, table in zip(self._pools, swapped.tables, strict=True)
+        ]
+        for pool, pages in zip(self._pools, found, strict=True):
+            revived = sum(page is not None and page != GONE and pool.is_cached(page) for page in pages)
+            grown = max(0, self._pages_for(num_tokens) - len(pages))
+            if pages.count(None) + revived + grown > pool.num_available:
+                return None
+        tables = [self._bring_back(group, swapped, pages, num_tokens) for group, pages in enumerate(found)]
+        self._held[sequence_id] = Held(tables, swapped.salt, swapped.num_computed, list(swapped.chain))
+        self._host.drop(sequence_id, returned=True)
+        return swapped.num_computed
+
+    def _still_here(self, pool: Pool, swapped: Held, index: int) -> int | None:
+        name = swapped.name(index)
+        return None if name is None else pool.find(name)
+
+    def _bring_back(self, group: int, swapped: Held, found: list[int | None], num_tokens: int) -> list[int]:
+        """Refer to the pages that were found, take others for the rest, and have these filled."""
+        pool, table = self._pools[group], list[int]()
+        for page in found:
+            if page is not None and page != GONE:
+                pool.share(page)
+        for index, (page, host) in enumerate(zip(found, swapped.tables[group], strict=True)):
+            if page is None:
+                page = pool.take()
+                self._moves.append(CacheMove("swap_in", page, host, group))
+                if (name := swapped.name(index)) is not None:
+                    pool.name(page, name)
+            table.append(page)
+        self._grow(pool, table, num_tokens)
+        return table
+
+    def price(self, prices: SwapPrices) -> None:
+        """Decide by these from now on."""
+        self._host.prices = prices
+
+    def swap_stats(self) -> SwapStats:
+        """Return the figures of host memory."""
+        return self._host.stats()
+
     # --- figures ----------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Every reference is some table's, and every page is referenced, cached or free."""
+        """Every reference is some table's, and every page is referenced, cached or free, in host memory too."""
+        assert not any(sequence_id in self._host for sequence_id in self._held), "a sequence is here and swapped out"
+        self._host.check()
         for group, pool in enumerate(self._pools):
             pool.check([page for held in self._held.values() for page in held.tables[group] if page != GONE])
 
@@ -250,4 +313,4 @@ class PagedAllocator:
 
 def build(context: CacheContext) -> PagedAllocator:
     """Make the books for the layout that the composition agreed on."""
-    return PagedAllocator(context.options, context.layout, context.num_pages)
+    return PagedAllocator(context.options, context.layout, context.num_pages, context.num_host_pages)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import in_
 
 from intarsia.types import CacheOptions
 
@@ -13,3 +16,5 @@ class PagedOptions(CacheOptions):
 
     #: keep full pages after their sequence is gone, and let equal prefixes share them
     prefix: bool = True
+    #: swap a preempted sequence out when that is cheaper than to compute its tokens again, or always
+    swap_when: Literal["cheaper", "always"] = field(default="cheaper", validator=in_(("cheaper", "always")))

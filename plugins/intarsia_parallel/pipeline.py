@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from intarsia.protocols import Choosing, Demands, ExecutorContext, Stage
 from intarsia.types import PENDING, BatchPlan, CacheLayout, Demand, Draft, Row, RowResult, SequenceId, StepResult
@@ -89,11 +89,11 @@ class Pipeline:
     @torch.inference_mode()
     def step(self, plan: BatchPlan) -> StepResult | None:
         """Run a plan; return its result where tokens are chosen, and None elsewhere."""
-        begun = time.perf_counter()
         for known in (self.choosing, self.demands):
             if known is not None:
                 known.meet(plan)
         self.stage.move(plan.moves)
+        begun = time.perf_counter()
         if not plan.rows:
             return None
         batches = cut(plan.rows, self.num_microbatches, cuts_rows=self.cuts_rows)
@@ -105,9 +105,11 @@ class Pipeline:
             self.outbound.settle()
         self.clock.steps += 1
         self.clock.microbatches += len(batches)
+        swapped, swap_s = self.stage.take_swapped()
         if self.choosing is None:
             return None
-        return self.choosing.finish(plan.rows, joined(plan.rows, results), time.perf_counter() - begun)
+        result = self.choosing.finish(plan.rows, joined(plan.rows, results), time.perf_counter() - begun)
+        return evolve(result, swapped=swapped, swap_s=swap_s)
 
     def _run(self, microbatch: Microbatch) -> list[RowResult]:
         """Run one microbatch; return what was chosen for its rows, where tokens are chosen."""

@@ -108,7 +108,7 @@ def pack_result(result: StepResult) -> bytes:
         )
         for row in result.rows
     ]
-    return _pack([rows, result.target_s, result.draft_s, result.draft_error])
+    return _pack([rows, result.target_s, result.draft_s, result.draft_error, result.swapped, result.swap_s])
 
 
 def read_result(data: bytes) -> StepResult:
@@ -118,12 +118,14 @@ def read_result(data: bytes) -> StepResult:
         ExecutionError: they are none; says what is wrong with them.
     """
     with _Reading("result"):
-        rows, target_s, draft_s, draft_error = _fields(_unpack(data), "result", 4)
+        rows, target_s, draft_s, draft_error, swapped, swap_s = _fields(_unpack(data), "result", 6)
         return StepResult(
             rows=tuple(_read_row_result(each) for each in _list(rows, "rows")),
             target_s=_typed(target_s, float, "target_s"),
             draft_s=_typed(draft_s, float, "draft_s"),
             draft_error=_text_or_none(draft_error, "draft_error"),
+            swapped=_count(swapped, "swapped"),
+            swap_s=_typed(swap_s, float, "swap_s"),
         )
 
 

@@ -65,7 +65,7 @@ PLAN = BatchPlan(
         ),
     ),
     left=(("r5", 1), ("r6", 0)),
-    moves=(CacheMove("copy", 3, 2, 1), CacheMove("zero", 4)),
+    moves=(CacheMove("copy", 3, 2, 1), CacheMove("zero", 4), CacheMove("swap_out", 0, 5), CacheMove("swap_in", 5, 0, 1)),
 )
 
 
@@ -160,13 +160,15 @@ def test_a_result_is_read_as_it_was_sent_to_the_last_bit():
         target_s=third,
         draft_s=0.0,
         draft_error="the drafter failed",
+        swapped=1 << 40,
+        swap_s=0.25,
     )
     assert read_result(pack_result(result)) == result
 
 
 def test_what_is_no_result_is_refused():
     data = pack_result(StepResult(rows=(RowResult(sequence_id=("r", 0)),)))
-    for spoilt in (data[:-1], b"", msgpack.packb([[], 0.0, 0.0]), msgpack.packb([[["r", 0]], 0.0, 0.0, None])):
+    for spoilt in (data[:-1], b"", msgpack.packb([[], 0.0, 0.0]), msgpack.packb([[["r", 0]], 0.0, 0.0, None, 0, 0.0])):
         with pytest.raises(ExecutionError, match="result: it cannot be read"):
             read_result(spoilt)
 

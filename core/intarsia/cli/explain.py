@@ -141,8 +141,22 @@ def _memory(memory: dict[str, Any], layout: CacheLayout) -> list[tuple[str, str]
             f" {layout.format}{rounded}, order {layout.order}",
         ),
         ("a token", f"{memory['token']} bytes = {' + '.join(formulas)}"),
+        *_host(memory),
         ("batch", f"{memory['max_batch']} sequences at most, each of full length"),
         ("free", f"{size(memory['free'])} before loading"),
+    ]
+
+
+def _host(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    if not memory["host_pages"]:
+        return []
+    tokens = memory["host_pages"] * memory["page_size"]
+    return [
+        (
+            "swap",
+            f"{size(memory['host'])} of host memory in {memory['host_pages']} pages, for {tokens} tokens of preempted "
+            f"sequences; {size(memory['staging'])} of buffers on the device",
+        )
     ]
 
 

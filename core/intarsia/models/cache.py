@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from attrs import frozen
 
+from intarsia.models.device_streams import DeviceStreams, streams_of
+from intarsia.models.swapping import HostPages, staging_bytes
 from intarsia.types import CacheLayout, CacheMove
 
 
@@ -77,14 +80,37 @@ class LayerTensors:
 
 @frozen(eq=False)
 class TensorCache:
-    """Keys and values of every layer, and one spare page behind the pool, where padded tokens write."""
+    """Keys and values of every layer, and one spare page behind the pool, where padded tokens write.
+
+    Attributes:
+        host: pages in host memory; None where nothing is swapped.
+    """
 
     layers: tuple[LayerTensors, ...]
     group_of: tuple[int, ...]
+    host: HostPages | None = None
 
     @classmethod
-    def allocate(cls, layout: CacheLayout, num_pages: int, device: torch.device) -> TensorCache:
-        """Reserve memory for `num_pages`; untouched pages stay unbacked where the system allows."""
+    def allocate(
+        cls,
+        layout: CacheLayout,
+        num_pages: int,
+        device: torch.device,
+        num_host_pages: int = 0,
+        streams: DeviceStreams | None = None,
+    ) -> TensorCache:
+        """Reserve memory for `num_pages`; untouched pages stay unbacked where the system allows.
+
+        Args:
+            layout: of the cache.
+            num_pages: on the device, without the spare one.
+            device: where they are.
+            num_host_pages: of each group in host memory; 0 where nothing is swapped.
+            streams: the device's queues; None is those that it has.
+
+        Raises:
+            ExecutionError: there is not as much host memory.
+        """
         dtype, scaled = getattr(torch, layout.format), layout.scale_bytes > 0
         layers: dict[int, LayerTensors] = {}
         group_of: dict[int, int] = {}
@@ -94,24 +120,40 @@ class TensorCache:
                 layers[layer] = LayerTensors.empty(layout.order, size, dtype, device, scaled=scaled)
                 group_of[layer] = index
         order = range(len(layers))
-        return cls(tuple(layers[i] for i in order), tuple(group_of[i] for i in order))
+        host = None
+        if num_host_pages:
+            groups = [[t for layer in group.layers for t in layers[layer].tensors] for group in layout.groups]
+            queues = streams if streams is not None else streams_of(device)
+            host = HostPages.allocate(groups, num_host_pages, staging_bytes(layout), queues)
+        return cls(tuple(layers[i] for i in order), tuple(group_of[i] for i in order), host)
 
     def layer(self, index: int) -> LayerTensors:
         """Return the tensors of one layer."""
         return self.layers[index]
 
     def move(self, moves: Sequence[CacheMove]) -> None:
-        """Copy or zero pages, in order."""
-        for move in moves:
-            assert move.kind in ("copy", "zero"), f"this storage cannot {move.kind}"
-            for layer, group in zip(self.layers, self.group_of, strict=True):
-                if group != move.group:
-                    continue
-                for tensor in layer.tensors:
-                    if move.kind == "zero":
-                        tensor[move.target].zero_()
-                    else:
-                        tensor[move.target].copy_(tensor[move.source])
+        """Copy, zero or swap pages, in order."""
+        for swaps, stretch in groupby(moves, lambda move: move.kind in ("swap_out", "swap_in")):
+            if swaps and self.host is not None:
+                self.host.move(list(stretch))
+                continue
+            for move in stretch:
+                self._move(move)
+
+    def _move(self, move: CacheMove) -> None:
+        assert move.kind in ("copy", "zero"), f"this storage cannot {move.kind}"
+        for layer, group in zip(self.layers, self.group_of, strict=True):
+            if group != move.group:
+                continue
+            for tensor in layer.tensors:
+                if move.kind == "zero":
+                    tensor[move.target].zero_()
+                else:
+                    tensor[move.target].copy_(tensor[move.source])
+
+    def take_swapped(self) -> tuple[int, float]:
+        """Return bytes and seconds of the copies between device and host that are over; forget them."""
+        return (0, 0.0) if self.host is None else self.host.take_swapped()
 
     def fill(self, value: float) -> None:
         """Set every entry of every page."""
@@ -119,7 +161,9 @@ class TensorCache:
             layer.fill(value)
 
     def close(self) -> None:
-        """Do nothing: memory goes with the tensors."""
+        """Give host memory back; the device's goes with the tensors."""
+        if self.host is not None:
+            self.host.close()
 
     @property
     def num_bytes(self) -> int:

@@ -14,7 +14,15 @@ from intarsia.types.batch import (
     StepResult,
     Want,
 )
-from intarsia.types.cache import CacheGroup, CacheLayout, CacheOptions, CacheStats, parse_bytes
+from intarsia.types.cache import (
+    CacheGroup,
+    CacheLayout,
+    CacheOptions,
+    CacheStats,
+    SwapPrices,
+    SwapStats,
+    parse_bytes,
+)
 from intarsia.types.chat import Chat, Message
 from intarsia.types.config import (
     AUTO,
@@ -133,6 +141,8 @@ __all__ = [
     "StorableFormat",
     "StoredTensor",
     "StoredWeight",
+    "SwapPrices",
+    "SwapStats",
     "TensorSource",
     "Timings",
     "TokenLogprobs",

@@ -79,6 +79,9 @@ class Entered:
 class CacheMove:
     """Work on pages before a step: copy `source` to `target`, zero `target`, or swap between device and host.
 
+    `swap_out` copies the device's page `source` to the host's page `target`, `swap_in` the host's page `source` to the
+    device's page `target`. Each group has host pages of its own, numbered from 0.
+
     Of a cache whose pages have memory only while they are used, `map` and `unmap` give memory to, and take it from,
     the `target`-th granule of a group's addresses: a granule is the least that the device maps.
     """
@@ -204,9 +207,14 @@ class StepResult:
         target_s: seconds for running the model and choosing tokens.
         draft_s: seconds in which the drafter made the proposals.
         draft_error: what the drafter failed with; then it proposed nothing, and the step is whole without it.
+        swapped: bytes that were copied between device and host, of copies that are known to be over since the step
+            before, on the rank that chooses.
+        swap_s: seconds that these took.
     """
 
     rows: tuple[RowResult, ...] = field(default=())
     target_s: float = 0.0
     draft_s: float = 0.0
     draft_error: str | None = None
+    swapped: int = 0
+    swap_s: float = 0.0

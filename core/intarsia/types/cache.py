@@ -48,6 +48,16 @@ def _size(_: object, attribute: Attribute[str], value: str) -> None:
         ) from None
 
 
+def _given_size(_: object, attribute: Attribute[str], value: str) -> None:
+    try:
+        parse_bytes(value)
+    except ValueError:
+        raise ConfigError(
+            f"cache.{attribute.name}: {value!r:.80} is not a size such as '4GiB' or '0'",
+            field=f"cache.{attribute.name}",
+        ) from None
+
+
 @frozen(kw_only=True)
 class CacheOptions:
     """Options that every cache allocator has; its own options class inherits them."""
@@ -58,6 +68,9 @@ class CacheOptions:
     memory: str = field(default="auto", validator=_size)
     #: how entries are stored: auto is the engine's dtype; int8 takes about half of bfloat16, and rounds
     format: str = "auto"
+    #: bytes of host memory for the pages of preempted sequences, such as "4GiB", page-locked on GPUs; 0 computes their
+    #: tokens again instead
+    swap: str = field(default="0", validator=_given_size)
 
 
 @frozen(kw_only=True)
@@ -116,3 +129,47 @@ class CacheStats:
     cached: int = 0
     shared: int = 0
     wasted_slots: int = 0
+
+
+@frozen(kw_only=True)
+class SwapStats:
+    """The books of host memory.
+
+    Attributes:
+        num_pages, used, free, cached: pages of the group that uses most; cached ones belong to nobody, and spare a copy
+            where what they hold is swapped out again.
+        swapped: sequences that are swapped out now.
+        outs, ins: sequences that were swapped out, and back in, so far.
+        declined: how often computing again was cheaper.
+        no_room: how often host memory was full.
+    """
+
+    num_pages: int
+    used: int
+    free: int
+    cached: int
+    swapped: int
+    outs: int
+    ins: int
+    declined: int
+    no_room: int
+
+
+@frozen(kw_only=True)
+class SwapPrices:
+    """What copying and computing take, in bytes a second and seconds a token.
+
+    An engine measures both as it runs. The defaults hold until it has: they are assumed, not measured.
+    """
+
+    bytes_per_s: float = 4e9
+    token_s: float = 1e-4
+
+    def pays(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether to copy bytes, out and in again, takes less than to compute tokens again: b / B < t x s.
+
+        Args:
+            num_bytes: b, both ways together, at B = `bytes_per_s`.
+            num_tokens: t, that would be computed again, at s = `token_s` each.
+        """
+        return num_bytes / self.bytes_per_s < num_tokens * self.token_s
