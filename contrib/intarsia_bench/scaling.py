@@ -144,7 +144,7 @@ def share_out(parts: Parts, layout: Layout) -> ParallelPartition:
     Raises:
         CompositionError: heads, features, layers or groups of columns do not divide.
     """
-    options = ParallelOptions(tp=layout.tp, pp=layout.pp, sequence=layout.sequence, rank=0)
+    options = ParallelOptions(tp=layout.tp, pp=layout.pp, sequence=layout.sequence and layout.tp > 1, rank=0)
     partition = build_partition(
         PartitionContext(options=options, engine=parts.engine, spec=parts.spec, num_ids=parts.num_ids)
     )

@@ -49,6 +49,7 @@ def cut(rows: Sequence[Row], count: int, *, cuts_rows: bool) -> tuple[Microbatch
 def _marks(rows: Sequence[Row], bounds: Sequence[int], count: int, *, cuts_rows: bool) -> set[int]:
     """Return the tokens, counted over all rows, before which a microbatch ends."""
     total, marks, last = bounds[-1], set[int](), 0
+    count = min(count, total)
     for part in range(1, count):
         mark = total * part // count
         index = min(bisect_right(bounds, mark) - 1, len(rows) - 1)

@@ -19,6 +19,7 @@ from intarsia.protocols import PartitionContext
 from intarsia.types import EMBED, POSITIONS, DecoderSpec, EngineOptions, Share, WeightMap
 from intarsia_parallel.collectives import TensorGroup
 from intarsia_parallel.options import ParallelOptions
+from intarsia_parallel.rendezvous import is_launched, number_of
 from intarsia_parallel.slices import check_divides, local_layer, misfits, num_numbers, part_of, vocabulary
 from intarsia_parallel.stages import stage_sizes
 from intarsia_parallel.traffic import token_report
@@ -140,9 +141,16 @@ def build(context: PartitionContext) -> ParallelPartition:
     """Share the model out, and find which rank this process is.
 
     Raises:
-        CompositionError: what does not divide; a rank that is not there.
+        CompositionError: what does not divide; a rank that is not there; tokens to be sharded between no slices.
+        ConfigError: the environment is not as torchrun sets it.
     """
     options: ParallelOptions = context.options
+    if options.sequence and options.tp == 1:
+        raise CompositionError(
+            "executor.sequence: tokens are sharded between the slices of a stage, and executor.tp = 1 makes one; what "
+            "would do: executor.sequence = false, or executor.tp = 2 or more",
+            field="executor.sequence",
+        )
     world = options.tp * options.pp
     rank, on_machine, device = _place(options, world, context.engine.device)
     shares = share_out(context.spec, options.tp, options.pp)
@@ -164,16 +172,22 @@ def _place(options: ParallelOptions, world: int, device: str) -> tuple[int, int,
 
     torchrun says all of it in the environment, as does whoever starts ranks by an option.
     """
-    rank = int(os.environ.get("RANK", "0")) if options.rank is None else options.rank
-    started = int(os.environ.get("WORLD_SIZE", world)) if options.rank is None else world
+    said: Mapping[str, str] = os.environ if is_launched() else {}
+    rank = _number(said, "RANK", 0) if options.rank is None else options.rank
+    started = _number(said, "WORLD_SIZE", world) if options.rank is None else world
     if started != world or rank >= world:
         raise CompositionError(
             f"executor: tp = {options.tp} and pp = {options.pp} make {world} ranks, and this is rank {rank} of "
             f"{max(started, rank + 1)} that were started",
             field="executor.rank",
         )
-    on_machine = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    on_machine = max(1, min(world, _number(said, "LOCAL_WORLD_SIZE", world)))
     if not device.startswith("cuda"):
         return rank, on_machine, ""
-    local = os.environ.get("LOCAL_RANK", str(rank % on_machine))
+    local = _number(said, "LOCAL_RANK", rank % on_machine)
     return rank, 1, f"cuda:{local}" if device == "cuda" else device
+
+
+def _number(said: Mapping[str, str], name: str, default: int) -> int:
+    """Return a number of what the environment says, or what is so where it does not."""
+    return number_of(said, name) if name in said else default

@@ -98,7 +98,9 @@ class Meeting:
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun, or whoever sets the same variables, started this process as one of several."""
-    return "RANK" in environment and int(environment.get("WORLD_SIZE", "1")) > 1
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return False
+    return number_of(environment, "WORLD_SIZE") > 1
 
 
 def open_meeting(size: int, timeout_s: float) -> tuple[Meeting, TCPStore]:
@@ -136,7 +138,7 @@ def join_meeting(size: int | None, timeout_s: float, environment: Mapping[str, s
     """
     from torch.distributed.rendezvous import rendezvous
 
-    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    rank, world = number_of(environment, "RANK"), number_of(environment, "WORLD_SIZE")
     if size is not None and world != size:
         raise ConfigError(
             f"executor: tp x pp is {size}, and {world} ranks were started; start {size}, "
@@ -149,11 +151,16 @@ def join_meeting(size: int | None, timeout_s: float, environment: Mapping[str, s
         raise ExecutionError(f"rank {rank} cannot join the others: {error}") from None
     is_alone_here = environment.get("LOCAL_WORLD_SIZE") == str(world)
     master = environment.get("MASTER_ADDR", LOOPBACK)
-    host = LOOPBACK if is_alone_here else _address_towards(master, _number(environment, "MASTER_PORT"))
+    host = LOOPBACK if is_alone_here else _address_towards(master, number_of(environment, "MASTER_PORT"))
     return Meeting(rank, world, host, store)
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def number_of(environment: Mapping[str, str], name: str) -> int:
+    """Return a number that torchrun sets.
+
+    Raises:
+        ConfigError: it is none.
+    """
     value = environment.get(name, "")
     if not value.isdecimal():
         raise ConfigError(f"{name}: the environment has {value!r}, not the number that torchrun sets there", field=name)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from attrs import define, field
 
@@ -48,6 +48,17 @@ _MAX_PREPARING = 64
 #: How often the reader is looked at that is to take first tokens before the next step, and after how long each time.
 _LOOKS = 20
 _LOOK_S = 0.0001
+#: How often an engine that has nothing to do is asked whether it still could.
+_CHECK_S = 1.0
+
+
+@runtime_checkable
+class _Watched(Protocol):
+    """An executor over other processes, which can end while nothing runs."""
+
+    def check(self) -> None:
+        """Raise where it can run nothing any more."""
+        ...
 
 
 @define(eq=False, kw_only=True)
@@ -170,7 +181,7 @@ class EngineLoop:
         """Take all that were posted; where there is nothing to do, wait for one."""
         if self._idle(engine):
             self._progress_at = None
-            self._take(self._commands.get(), engine)
+            self._take(self._await(engine), engine)
         if self._progress_at is None:
             self._progress_at = self.clock()
         while not self._stopping:
@@ -179,6 +190,17 @@ class EngineLoop:
             except Empty:
                 return
             self._take(command, engine)
+
+    def _await(self, engine: EngineHandle) -> Command:
+        """Wait for a command; raise where the engine fails meanwhile, though it runs nothing."""
+        executor = engine.parts.executor
+        if not isinstance(executor, _Watched):
+            return self._commands.get()
+        while True:
+            try:
+                return self._commands.get(timeout=_CHECK_S)
+            except Empty:
+                executor.check()
 
     def _take(self, command: Command, engine: EngineHandle) -> None:
         match command:
