@@ -11,7 +11,7 @@ from engines import engine_of
 from intarsia import SamplingParams
 
 #: Room for about half of the mixed requests at once, so that some are preempted.
-NUM_PAGES, PAGE_SIZE = 22, 8
+NUM_PAGES, PAGE_SIZE = 20, 8
 #: Layers of the largest stage, of `tiny_llama` with 5.
 _MOST_LAYERS = {1: 5, 2: 3, 3: 2, 4: 2}
 #: Prompts come in several chunks.

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
-import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,21 +23,22 @@ from typing import Any, Self
 import attrs
 from attrs import define, field
 
+from intarsia.arrivals import Arrivals
 from intarsia.completions import collect
 from intarsia.compose import compose
 from intarsia.config import load_config
 from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, OverloadedError
 from intarsia.explain import explain
+from intarsia.flight import Flight, Step
+from intarsia.lookahead import Lookahead, look_ahead
 from intarsia.observers import Observers
 from intarsia.plugins import Registry
 from intarsia.preemption import Preemption
-from intarsia.preparing import Arrival, Preparation, Preparing, Processors
-from intarsia.prompts import Prompts
+from intarsia.preparing import Arrival, Preparation, Preparing
 from intarsia.protocols import Parts, Progress
 from intarsia.sequence import Sequence
 from intarsia.speculation import Speculation
 from intarsia.streams import Stream
-from intarsia.text import TextStream
 from intarsia.types import (
     BatchPlan,
     Completion,
@@ -51,8 +50,6 @@ from intarsia.types import (
     StepResult,
 )
 
-#: Bits of a drawn seed: a number that every JSON reader keeps exactly.
-_SEED_BITS = 53
 #: Why a closed engine runs nothing more.
 _STOPPED = "it is closed"
 #: Plans without rows, one after another, that say that a scheduler is stuck.
@@ -69,9 +66,7 @@ class Engine:
     config: EngineConfig
     parts: Parts
     _observers: Observers
-    _prompts: Prompts = field(init=False)
-    _processors: Processors = field(init=False)
-    _seeds: random.Random | None = field(init=False)
+    _arrivals: Arrivals = field(init=False)
     _sequences: dict[tuple[str, int], Sequence] = field(factory=dict, init=False)
     #: the same by request, so that asking for one takes no longer where there are many
     _groups: dict[str, list[Sequence]] = field(factory=dict, init=False)
@@ -81,19 +76,19 @@ class Engine:
     _unclaimed: list[Output] = field(factory=list, init=False)
     _names: Iterator[int] = field(factory=itertools.count, init=False)
     _counts: dict[str, int] = field(init=False)
+    _lookahead: Lookahead = field(init=False)
+    _flight: Flight = field(factory=Flight, init=False)
     _speculation: Speculation = field(factory=Speculation, init=False)
     _preemption: Preemption = field(init=False)
     _stalled: int = field(default=0, init=False)
     _closed: str | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        parts = self.parts
-        assert parts.engine.max_model_len is not None
-        self._prompts = Prompts(parts.tokenizer, parts.num_ids, parts.engine.max_model_len)
-        self._processors = Processors.of(parts)
-        self._seeds = None if parts.engine.seed is None else random.Random(parts.engine.seed)  # noqa: S311
-        self._preemption = Preemption(parts.cache)
-        self._counts = dict.fromkeys(("steps", "prompt_tokens", "generated_tokens", "finished", "aborted", "failed"), 0)
+        self._arrivals = Arrivals.of(self.parts)
+        names = ("steps", "prompt_tokens", "generated_tokens", "finished", "aborted", "failed", "discarded_rows")
+        self._counts = dict.fromkeys(names, 0)
+        self._lookahead = look_ahead(self.parts)
+        self._preemption = Preemption(self.parts.cache)
 
     @classmethod
     def from_config(
@@ -142,7 +137,7 @@ class Engine:
             InvalidRequestError: a prompt or its parameters cannot be run; then none has run.
             OverloadedError: the queue has no room for one of them, even when it is empty of the others.
         """
-        asked = self._prompts.split(prompts)
+        asked = self._arrivals.prompts.split(prompts)
         params = SamplingParams() if params is None else params
         each = list(params) if isinstance(params, SequenceABC) else [params] * len(asked)
         if len(each) != len(asked):
@@ -209,6 +204,8 @@ class Engine:
             self._inboxes.pop(request.request_id, None)
             for sequence in self._of(request.request_id):
                 self._remove(sequence)
+        if self._flight and not self._sequences:
+            self._rest()
 
     # --- the loop by hand -------------------------------------------------------------------------------------------
 
@@ -249,7 +246,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to return."""
-        return bool(self._sequences or self._unclaimed or self._preparing)
+        return bool(self._sequences or self._unclaimed or self._preparing or self._flight)
 
     def _read(self, request: Request) -> Arrival:
         """Check a request and make its sequences; nothing of the engine changes but the seeds it draws."""
@@ -258,27 +255,7 @@ class Engine:
             raise InvalidRequestError(
                 f"request_id: {request.request_id!r} is in use by a request that is not finished", field="request_id"
             )
-        request = attrs.evolve(request, params=request.params.filled(self.parts.sampling))
-        params, tokenizer = request.params, self.parts.tokenizer
-        token_ids, max_total, stop_ids = self._prompts.read(request)
-        self._check_fits(max_total)
-        seed = params.seed if params.seed is not None else self._draw_seed()
-        now = time.perf_counter()
-        sequences = [
-            Sequence(
-                request=request,
-                choice=choice,
-                token_ids=list(token_ids),
-                num_prompt=len(token_ids),
-                max_total=max_total,
-                seed=seed,
-                stop_ids=stop_ids,
-                text=TextStream.open(tokenizer, params) if tokenizer is not None else None,
-                arrived=now,
-            )
-            for choice in range(params.n)
-        ]
-        return Arrival(sequences, self._processors.prepare(params))
+        return self._arrivals.read(request, self.parts)
 
     def _enter(self, group: SequenceABC[Sequence], *, claimed: bool) -> None:
         """Hand a request's sequences to the scheduler: all of them, or none."""
@@ -313,54 +290,62 @@ class Engine:
                 self._deliver(sequence.finish("error", time.perf_counter(), error=str(error)))
         return bool(failed)
 
-    def _check_fits(self, max_total: int) -> None:
-        """Refuse at once what would wait for ever."""
-        cache, page_size = self.parts.cache, self.parts.layout.page_size
-        if not cache.capacity(max_total):
-            raise InvalidRequestError(
-                f"sampling.max_tokens: prompt and answer come to {max_total} tokens, and the cache of "
-                f"{cache.num_pages} pages of {page_size} holds {cache.num_pages * page_size}",
-                field="sampling.max_tokens",
-            )
-
-    def _draw_seed(self) -> int:
-        return self._seeds.getrandbits(_SEED_BITS) if self._seeds is not None else secrets.randbits(_SEED_BITS)
-
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def _step(self, *awaited: Preparation) -> None:
-        """Plan, submit, collect, accept. Where nothing can run, wait a little for what requests need first."""
+        """Fill the flight and collect the oldest step. Where nothing can run, wait a little for what comes first."""
         self._check_open()
         refused = self._enter_prepared()
+        while len(self._flight) < self._lookahead.depth and self._launch():
+            pass
+        if self._flight:
+            self._land()
+            if not (self._sequences or self._flight):
+                self._rest()
+        elif not (self._sequences or refused):
+            self._preparing.wait(awaited)
+
+    def _launch(self) -> bool:
+        """Plan a step and submit it; return whether it has rows."""
         begun = time.perf_counter()
         with self._answerable("scheduler", "plan"):
             plan = self.parts.scheduler.plan()
             self._begin(plan, begun)
-        if not (plan.rows or plan.left or plan.moves):
-            if not (self._sequences or refused):
-                self._preparing.wait(awaited)
-            return
+        if not (plan.rows or plan.entered or plan.left or plan.moves):
+            return False
         with self._answerable("executor", "a step"):
             self.parts.executor.submit(plan)
+        self._flight.add(Step(plan, tuple(self._sequences[row.sequence_id] for row in plan.rows), begun))
+        if self._lookahead.depth > 1:
+            with self._answerable("scheduler", "expect"):
+                self.parts.scheduler.expect(plan, names_pending=self._lookahead.names_pending)  # type: ignore[attr-defined]
+        return bool(plan.rows)
+
+    def _land(self) -> None:
+        """Collect the oldest step in flight; let its sequences take what it brought, those that are still there."""
+        step = self._flight.take()
+        with self._answerable("executor", "a step"):
             result = self.parts.executor.collect()
-        if not plan.rows:
+        if not step.plan.rows:
             return
+        plan, result = step.brought(result, lambda s: self._sequences.get(s.sequence_id) is s)
         outputs = self._accept(plan, result)
         self._counts["steps"] += 1
+        self._counts["discarded_rows"] += len(step.plan.rows) - len(plan.rows)
         self._speculation.count(plan, result)
-        self._preemption.observe(plan, result)
+        self._preemption.observe(step.plan, result)
+        seconds = self._flight.seconds(step)
         if self._observers.watches("step_finished"):
-            seconds = time.perf_counter() - begun
             self._observers.tell("step_finished", result=result, outputs=tuple(outputs), seconds=seconds)
         for output in outputs:
             self._deliver(output)
-        if not self._sequences:
-            self._rest()
 
     def _rest(self) -> None:
-        """Nothing is left to run: do the cache work that is due, such as giving memory back."""
+        """Nothing is left to run: collect what nobody waits for, and do the cache work that is due."""
         if self._closed is not None:
             return
+        while self._flight:
+            self._land()
         with self._answerable("cache", "take_moves"):
             moves = self.parts.cache.take_moves()
         if moves:
@@ -434,8 +419,8 @@ class Engine:
         return list(self._groups.get(request_id, ()))
 
     def _check_progress(self, plan: BatchPlan) -> None:
-        """Nothing is in flight here, so a scheduler that plans nothing while sequences wait will wait for ever."""
-        self._stalled = 0 if plan.rows or not self._sequences else self._stalled + 1
+        """With nothing in flight, a scheduler that plans nothing while sequences wait will wait for ever."""
+        self._stalled = 0 if plan.rows or self._flight or not self._sequences else self._stalled + 1
         if self._stalled >= _STALLED:
             key = self.parts.selection("scheduler").provider.key
             raise ExecutionError(
@@ -473,7 +458,7 @@ class Engine:
         Raises:
             InvalidRequestError: it is no prompt, or the model has no tokenizer for it.
         """
-        return self._prompts.ids(prompt)
+        return self._arrivals.prompts.ids(prompt)
 
     def detokenize(self, token_ids: SequenceABC[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids.
@@ -481,7 +466,7 @@ class Engine:
         Raises:
             InvalidRequestError: an id is outside the vocabulary, or the model has no tokenizer.
         """
-        return self._prompts.text(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._arrivals.prompts.text(token_ids, skip_special_tokens=skip_special_tokens)
 
     def explain(self) -> dict[str, Any]:
         """Return what the engine is made of and why; see `intarsia.explain`."""
@@ -493,6 +478,7 @@ class Engine:
             return
         self._observers.tell("engine_stopping", engine=self)
         self._closed = _STOPPED
+        self._flight.clear()
         self._sequences.clear()
         self._groups.clear()
         self._preparing.clear()

@@ -1,5 +1,11 @@
 """The local executor: a plan becomes a ForwardBatch, runs, and its tokens are chosen, in this process.
 
+On a GPU two steps can be in flight. `submit` launches a step and returns; the host plans the next one, and accepts what
+the step before brought, while the device runs. Where the device alone can choose a step's tokens (greedy rows, and with
+a kernel of the op `sample_rows` those that are drawn, of which nothing else is asked: see
+`intarsia.sampling.on_device`), the next step takes their ids where they are, and is launched without waiting. Where it
+cannot, the host chooses them when it collects the step or launches the next one, which needs the ids.
+
 Shape legend: T tokens, R rows, L rows of logits.
 """
 
@@ -7,8 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -16,35 +22,82 @@ from attrs import define, evolve, field
 
 from intarsia.choosing import TokenChoosing, build_choosing
 from intarsia.protocols import ExecutorContext, Progress
+from intarsia.sampling import Picked, to_device
 from intarsia.stage import ModelStage, build_stage, forward_batch
-from intarsia.types import BatchPlan, CacheLayout, CacheMove, Demand, Draft, ForwardBatch, Row, SequenceId, StepResult
+from intarsia.types import (
+    PENDING,
+    BatchPlan,
+    CacheLayout,
+    CacheMove,
+    Demand,
+    Draft,
+    ForwardBatch,
+    Row,
+    SequenceId,
+    StepResult,
+)
 
 __all__ = ["LocalExecutor", "build", "forward_batch"]
 
 
+@define(eq=False)
+class _Step:
+    """A step that was launched. What the device reads is kept until it is over.
+
+    Attributes:
+        begun: when it was launched.
+        batch, hidden_TE: what ran.
+        picked: what the device chose; None where the host does.
+        over: comes when the device is done with it; None where that is so by the time tokens are chosen.
+        result: once it is settled.
+    """
+
+    plan: BatchPlan
+    begun: float
+    batch: ForwardBatch | None = None
+    hidden_TE: torch.Tensor | None = None
+    picked: Picked | None = None
+    over: torch.cuda.Event | None = None
+    result: StepResult | None = None
+
+
 @define
 class LocalExecutor:
-    """Runs each step when it is submitted; one is in flight at most. To a drafter it is a `Target`."""
+    """Runs steps in their order. To a drafter it is a `Target`."""
 
     context: ExecutorContext
     _stage: ModelStage = field(init=False)
     _choosing: TokenChoosing = field(init=False)
     _num_scratch: int = field(default=0, init=False)
-    _done: deque[StepResult] = field(factory=deque, init=False)
+    _steps: deque[_Step] = field(factory=deque, init=False)
+    _beside: torch.cuda.Stream | None = field(default=None, init=False)
+    _settled: float = field(default=0.0, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._stage, self._choosing = build_stage(self.context), build_choosing(self.context)
 
     @property
     def depth(self) -> int:
-        """One: the step is over when `submit` returns."""
-        return 1
+        """As the option says. At 1 a step is over when `submit` returns."""
+        depth: int | None = getattr(self.context.options, "depth", None)
+        return depth or (2 if self._is_cuda else 1)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.context.engine.device.startswith("cuda")
+
+    @property
+    def resolves_pending(self) -> bool:
+        """Ids are taken where they are: on the device, or from what is known of their sequence."""
+        return True
 
     def start(self, progress: Progress) -> None:
         """Load weights, start the drafter, make the cache, and run one token through the model."""
         self._stage.load(progress)
         self._choosing.start(self)
         self._stage.allocate(self._num_scratch)
+        if self.depth > 1 and self._is_cuda:
+            self._beside = torch.cuda.Stream(self._stage.device)  # type: ignore[no-untyped-call]
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -78,24 +131,89 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def submit(self, plan: BatchPlan) -> None:
-        """Run the step."""
+        """Launch the step; at a depth of 1, run it."""
+        assert len(self._steps) < self.depth, "more steps in flight than `depth`"
         with self._marked(f"step: {len(plan.rows)} rows, {plan.num_tokens} tokens"):
-            self._step(plan)
+            if self._steps and self._steps[-1].picked is None:
+                self._settle(self._steps[-1])
+            step = self._launch(plan)
+            self._steps.append(step)
+            if self.depth == 1:
+                self._settle(step)
 
-    def _step(self, plan: BatchPlan) -> None:
-        assert not self._done, "one step is in flight at most"
+    def _launch(self, plan: BatchPlan) -> _Step:
         self._choosing.meet(plan)
         self._stage.move(plan.moves)
-        begun = time.perf_counter()
+        step = _Step(plan, time.perf_counter())
         if not plan.rows:
-            self._done.append(StepResult())
+            return step
+        with self._marked("prepare"), self._aside():
+            step.batch = self._stage.batch(plan.rows, [self._choosing.ids(row) for row in plan.rows])
+        step.batch = self._with_pending(step.batch, plan.rows)
+        with self._marked("layers"):
+            step.hidden_TE = self._stage.run(step.batch)
+        if self.depth > 1:
+            if self._choosing.can_pick(plan.rows):
+                with self._marked("choose"):
+                    step.picked = self._choosing.pick(plan.rows, self._logits(step.hidden_TE, step.batch.logits_L))
+            if self._beside is not None:
+                step.over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                step.over.record(torch.cuda.current_stream(self._stage.device))
+        return step
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Lay a batch out on a stream of its own: what comes from the host then does not wait for the step in flight.
+
+        Its memory is that stream's, and is used on the other: it is kept until the step is over.
+        """
+        if self._beside is None:
+            yield
             return
-        batch, hidden = self._run(plan.rows, [self._choosing.ids(row) for row in plan.rows])
-        with self._marked("choose"):
-            results = self._choosing.choose(plan.rows, batch.bounds, partial(self._demanded, hidden))
-        result = self._choosing.finish(plan.rows, results, time.perf_counter() - begun)
+        with torch.cuda.stream(self._beside):
+            yield
+        torch.cuda.current_stream(self._stage.device).wait_stream(self._beside)
+
+    def _with_pending(self, batch: ForwardBatch, rows: Sequence[Row]) -> ForwardBatch:
+        """Return the batch with the ids that the step in flight chose, where they are on the device still."""
+        picked = self._steps[-1].picked if self._steps else None
+        if picked is None or self._steps[-1].result is not None:
+            return batch
+        # Of two steps the second names one id a sequence, and drafts do not follow it.
+        pending = [
+            (row, stop - 1) for row, stop in zip(rows, batch.bounds[1:], strict=True) if row.token_ids[-1] == PENDING
+        ]
+        if not pending:
+            return batch
+        places = to_device(torch.tensor([place for _, place in pending], dtype=torch.int64), batch.ids_T.device)
+        ids = picked.pending([row.sequence_id for row, _ in pending])
+        return evolve(batch, ids_T=batch.ids_T.index_copy(0, places, ids))
+
+    def _settle(self, step: _Step) -> None:
+        """Choose the step's tokens, or read what the device chose; wait for it. Steps before it come first."""
+        for each in self._steps:
+            if each.result is None:
+                each.result = self._result(each)
+                each.batch = each.hidden_TE = None
+            if each is step:
+                return
+
+    def _result(self, step: _Step) -> StepResult:
+        if step.batch is None:
+            return StepResult()
+        rows = step.plan.rows
+        with self._marked("choose" if step.picked is None else "read"):
+            if step.picked is None:
+                assert step.hidden_TE is not None
+                results = self._choosing.choose(rows, step.batch.bounds, partial(self._demanded, step.hidden_TE))
+            if step.over is not None:
+                step.over.synchronize()
+            if step.picked is not None:
+                results = step.picked.settle(rows)
+        since, self._settled = max(step.begun, self._settled), time.perf_counter()
+        result = self._choosing.finish(rows, results, self._settled - since)
         swapped, swap_s = self._stage.take_swapped()
-        self._done.append(evolve(result, swapped=swapped, swap_s=swap_s))
+        return evolve(result, swapped=swapped, swap_s=swap_s)
 
     def _demanded(self, hidden_TE: torch.Tensor, demand: Demand) -> torch.Tensor:
         return self._logits(hidden_TE, demand.rows_L)
@@ -136,15 +254,20 @@ class LocalExecutor:
         """Fill the cache with NaN, for tests: what holds no token must not be read."""
         self._stage.fill(float("nan"))
 
+    @torch.inference_mode()
     def collect(self) -> StepResult:
-        """Return the step's results."""
-        return self._done.popleft()
+        """Return the oldest step's results."""
+        step = self._steps[0]
+        self._settle(step)
+        self._steps.popleft()
+        assert step.result is not None
+        return step.result
 
     def stop(self) -> None:
         """Drop weights, cache and what the drafter took."""
         self._choosing.stop()
         self._stage.stop()
-        self._done.clear()
+        self._steps.clear()
 
 
 def build(context: ExecutorContext) -> LocalExecutor:

@@ -12,6 +12,7 @@ import torch
 from intarsia.config import as_dict, fingerprint
 from intarsia.invariance import promises
 from intarsia.layout import lay_out, weight_bytes
+from intarsia.lookahead import look_ahead
 from intarsia.machine import device_facts, free_memory
 from intarsia.models.swapping import staging_bytes
 from intarsia.models.weights import num_parameters
@@ -39,10 +40,12 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
             model's, from its generation_config.json or metadata.
         memory: bytes, see `memory_plan`.
         parallel: who holds what where ranks share the model, see `parallel_plan`.
+        steps: how many are in flight at most, and why.
         invariance: the level of the whole, and each part's.
         hash: names this composition: equal parts, versions, options and config have equal hashes, on any day and in any
             process.
     """
+    ahead = look_ahead(parts)
     by_part = promises(parts.ops, parts.attention, parts.selection("runner").provider, parts.engine.dtype)
     formats = weight_formats(parts)
     report: dict[str, Any] = {
@@ -59,6 +62,7 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         },
         "memory": memory_plan(parts),
         "parallel": parallel_plan(parts),
+        "steps": {"in_flight": ahead.depth, "reason": ahead.reason},
         "invariance": {"level": parts.invariance, "by_part": by_part},
     }
     report["hash"] = fingerprint({"config": as_dict(config), **_identity(report)})
@@ -67,7 +71,9 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
 
 def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what is no part of what the engine is: machine, free memory, why one part was preferred to others."""
-    kept = {key: value for key, value in report.items() if key not in ("device", "memory", "parallel", "parts")}
+    kept = {
+        key: value for key, value in report.items() if key not in ("device", "memory", "parallel", "steps", "parts")
+    }
     parts = {slot: part.get("all", [part]) for slot, part in report["parts"].items()}
     chosen = {slot: [{k: v for k, v in one.items() if k != "reason"} for one in each] for slot, each in parts.items()}
     return kept | {"parts": chosen}

@@ -85,9 +85,11 @@ __all__ = [
     "Partition",
     "PartitionContext",
     "Parts",
+    "PlansAhead",
     "PreparingRunner",
     "Progress",
     "Quantizer",
+    "ResolvesPending",
     "Runner",
     "RunnerContext",
     "Scheduler",
@@ -821,6 +823,27 @@ class Scheduler(Protocol):
         ...
 
 
+@runtime_checkable
+class PlansAhead(Protocol):
+    """What a scheduler can do besides: plan a step while others are in flight. Others plan after each result.
+
+    `update` tells of each step in turn. It leaves out rows whose sequence is gone by then.
+    """
+
+    def expect(self, plan: BatchPlan, *, names_pending: bool) -> None:
+        """Take note that a plan was submitted; later ones come after it. Not called where one step is in flight alone.
+
+        A row that wants a token is expected to bring one, as far as `max_total` allows. A sequence with a row in flight
+        is not preempted, and is no parent or prefix for more than `num_computed` says.
+
+        Args:
+            plan: what `plan` returned last.
+            names_pending: whether a row may name the id that is expected, by PENDING. Where not, and always after a row
+                with drafts, a sequence whose row wants a token has its next one after the result.
+        """
+        ...
+
+
 @frozen(kw_only=True)
 class DraftRequest:
     """Ask for up to `wanted` guesses of what follows `token_ids`.
@@ -1103,7 +1126,11 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: BatchPlan) -> None:
-        """Begin a step. At most `depth` are in flight."""
+        """Begin a step. At most `depth` are in flight.
+
+        Steps read and write the cache in the order in which they were submitted, moves included: so pages of a sequence
+        that is gone may be in a later plan while a step that writes to them is in flight.
+        """
         ...
 
     def collect(self) -> StepResult:
@@ -1112,6 +1139,16 @@ class Executor(Protocol):
 
     def stop(self) -> None:
         """Free what `start` took. Safe to call twice, and after a failed start."""
+        ...
+
+
+@runtime_checkable
+class ResolvesPending(Protocol):
+    """What an executor of some depth can do besides: run rows whose ids a step in flight chooses."""
+
+    @property
+    def resolves_pending(self) -> bool:
+        """Whether rows may name PENDING ids. Where not, a sequence is in one step in flight at a time."""
         ...
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from attrs import define, field
 
 from intarsia.protocols import SequenceView
-from intarsia.types import SequenceId
+from intarsia.types import Row, SequenceId, Want
 
 
 @define(eq=False)
@@ -18,7 +18,10 @@ class Entry:
         arrival: a number that grows with each arrival; a preempted sequence keeps its own.
         waited: steps that it has waited, over all its waits.
         rank: its priority, raised by waiting. It does not change while it runs.
-        computed: tokens that have valid slots.
+        computed: tokens that have valid slots once the steps in flight are over.
+        ahead: of these, how many the steps in flight run.
+        pending: tokens that the steps in flight choose.
+        waits: whether its next row cannot be planned before the step in flight is collected.
         drafts: proposals for its next row.
         swapped: whether its pages are in host memory.
     """
@@ -27,6 +30,9 @@ class Entry:
     arrival: int
     waited: int = 0
     computed: int = 0
+    ahead: int = 0
+    pending: int = 0
+    waits: bool = False
     drafts: tuple[int, ...] = ()
     swapped: bool = False
     rank: int = field(init=False)
@@ -40,9 +46,43 @@ class Entry:
         return -self.rank, self.arrival
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that it has once the steps in flight are over."""
+        return len(self.sequence.token_ids) + self.pending
+
+    @property
     def remaining(self) -> int:
-        """Known tokens that have not been run: 1 is a row that decodes, more is a prompt, or one to be run again."""
-        return len(self.sequence.token_ids) - self.computed
+        """Of these, how many are not run by then: 1 is a row that decodes, more is a prompt, or one to be run again."""
+        return self.num_tokens - self.computed
+
+    @property
+    def settled(self) -> int:
+        """Tokens that have valid slots now."""
+        return self.computed - self.ahead
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a row can be planned: its length is known, and it is not at its end with what is in flight."""
+        return not self.waits and not (self.pending and self.num_tokens >= self.sequence.max_total)
+
+    def expect(self, row: Row, *, names_pending: bool) -> None:
+        """Count on a row that was submitted."""
+        self.computed += len(row.token_ids)
+        self.ahead += len(row.token_ids)
+        if row.want is Want.LAST:
+            self.pending += 1
+            self.waits = row.num_drafts > 0 or not names_pending
+
+    def settle(self, row: Row, drafts: tuple[int, ...]) -> None:
+        """Take a row's outcome: the sequence has its tokens by now."""
+        if self.ahead:
+            self.ahead -= len(row.token_ids)
+            self.pending -= row.want is Want.LAST
+        if row.want is Want.LAST:
+            self.waits = False
+        self.computed = self.sequence.num_computed + self.ahead
+        # Proposals follow this row's tokens, and so does a row that is in flight.
+        self.drafts = () if self.ahead else drafts
 
 
 @define

@@ -16,6 +16,10 @@ A step is filled in this order, each within the token budget:
 (p - q) * ageing_steps steps of waiting, a sequence of priority q stands before every later arrival of priority up to p,
 and once it runs none of those preempts it. What stands before it then is at most `max_waiting + max_batch` sequences,
 and each of these ends within its own tokens' steps of running: the first in turn always gets its pages from the others.
+
+**Planning ahead.** While steps are in flight, a row that wants a token is taken to bring one, and the next row of its
+sequence names that token PENDING. Nobody is preempted while steps are in flight: where that would be, who has room goes
+on in this step, none is planned behind it until all are collected, and then it is done as if there had been none.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from attrs import define, field
 
 from intarsia.errors import OverloadedError
 from intarsia.protocols import CacheAllocator, PartContext, SequenceView, SwappingAllocator
-from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
+from intarsia.types import PENDING, BatchPlan, Entered, Row, RowResult, SequenceId, Want
 from intarsia_inflight.options import InflightOptions
 from intarsia_inflight.queue import Entry, Queue, common_prefix
 
@@ -54,6 +58,8 @@ class InflightScheduler:
     _running: dict[SequenceId, Entry] = field(factory=dict, init=False)
     _left: list[SequenceId] = field(factory=list, init=False)
     _arrivals: int = field(default=0, init=False)
+    #: somebody has to be preempted once nothing is in flight
+    _is_cramped: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._waiting = Queue(self.options.ageing_steps)
@@ -95,17 +101,19 @@ class InflightScheduler:
 
     def plan(self) -> BatchPlan:
         """Fill a step."""
-        step = _Step(self.options.max_tokens)
-        self._waiting.age()
-        self._make_way(step)
-        turns = sorted(self._running.values(), key=lambda entry: entry.turn)
+        self._is_cramped = self._is_cramped and self._in_flight
+        step = _Step(0 if self._is_cramped else self.options.max_tokens)
+        if step.budget:
+            self._waiting.age()
+            self._make_way(step)
+        turns = sorted((e for e in self._running.values() if e.is_ready), key=lambda entry: entry.turn)
         decoding = [entry for entry in turns if entry.remaining == 1]
         for place, entry in enumerate(decoding, start=1):
             self._decode(entry, step, num_behind=len(decoding) - place)
         for entry in turns:
             if entry.remaining > 1:
                 self._prefill(entry, step)
-        if not step.preempted:
+        if not (step.preempted or self._is_cramped):
             self._admit(step)
         left, self._left = tuple(self._left), []
         return BatchPlan(
@@ -116,14 +124,22 @@ class InflightScheduler:
             moves=self.allocator.take_moves(),
         )
 
+    @property
+    def _in_flight(self) -> bool:
+        return any(entry.ahead for entry in self._running.values())
+
+    def expect(self, plan: BatchPlan, *, names_pending: bool) -> None:
+        """Count on a plan that was submitted."""
+        for row in plan.rows:
+            self._running[row.sequence_id].expect(row, names_pending=names_pending)
+
     def update(self, plan: BatchPlan, results: Sequence[RowResult]) -> None:
         """Note how far each sequence is, and keep the proposals for its next row."""
         for row, result in zip(plan.rows, results, strict=True):
             entry = self._running.get(result.sequence_id)
             if entry is not None:
-                entry.computed = entry.sequence.num_computed
-                entry.drafts = result.drafts
-                if entry.computed < row.start + len(row.token_ids):
+                entry.settle(row, result.drafts)
+                if not entry.ahead and entry.computed < row.start + len(row.token_ids):
                     # Slots of rejected drafts.
                     self.allocator.rewind(result.sequence_id, entry.computed)
 
@@ -138,9 +154,8 @@ class InflightScheduler:
                 return
             while not self._enter(entry, step):
                 victim = self._victim(step)
-                if victim is None or victim.rank >= entry.sequence.priority:
+                if victim is None or victim.rank >= entry.sequence.priority or not self._preempt(victim, step):
                     return
-                self._preempt(victim, step)
 
     def _decode(self, entry: Entry, step: _Step, num_behind: int) -> None:
         sequence = entry.sequence
@@ -181,7 +196,7 @@ class InflightScheduler:
         if len(self._running) >= self.options.max_batch or sequence_id in step.preempted:
             return False
         parent = None if entry.swapped else self._parent(entry)
-        if parent is not None and len(known) == sequence.num_prompt <= parent.computed:
+        if parent is not None and len(known) == sequence.num_prompt <= parent.settled:
             # The prompt is in the parent's pages. Its last token is run again, for its logits.
             self.allocator.fork(parent.sequence.sequence_id, sequence_id, len(known) - 1)
         computed = self.allocator.reserve(sequence_id, known, len(known), sequence.salt)
@@ -203,7 +218,7 @@ class InflightScheduler:
     def _awaits_parent(self, entry: Entry) -> bool:
         """Whether a further choice does best to wait a little: the prompt that it would take over is being run."""
         parent = self._parent(entry)
-        return parent is not None and parent.computed < entry.sequence.num_prompt
+        return parent is not None and parent.settled < entry.sequence.num_prompt
 
     def _awaits_prefix(self, entry: Entry) -> bool:
         """Whether a running prompt is about to compute what this one begins with: then it is found, not run again."""
@@ -214,7 +229,7 @@ class InflightScheduler:
             (
                 common_prefix(known, leader.sequence.token_ids)
                 for leader in self._running.values()
-                if leader.remaining > 1 and leader.sequence.salt == salt
+                if len(leader.sequence.token_ids) - leader.settled > 1 and leader.sequence.salt == salt
             ),
             default=0,
         )
@@ -226,8 +241,7 @@ class InflightScheduler:
         while self.allocator.reserve(sequence.sequence_id, sequence.token_ids, num_tokens, sequence.salt) is None:
             victim = self._victim(step)
             assert victim is not None, "an entry without a row can always give up its own pages"
-            self._preempt(victim, step)
-            if victim is entry:
+            if not self._preempt(victim, step) or victim is entry:
                 return False
         return True
 
@@ -236,7 +250,11 @@ class InflightScheduler:
         free = [entry for sequence_id, entry in self._running.items() if sequence_id not in step.rows]
         return max(free, key=lambda entry: entry.turn, default=None)
 
-    def _preempt(self, entry: Entry, step: _Step) -> None:
+    def _preempt(self, entry: Entry, step: _Step) -> bool:
+        """Take a running sequence's pages. While steps are in flight let them come to their end first: return False."""
+        if self._in_flight:
+            self._is_cramped = True
+            return False
         sequence_id, allocator = entry.sequence.sequence_id, self.allocator
         entry.swapped = isinstance(allocator, SwappingAllocator) and allocator.swap_out(sequence_id)
         if not entry.swapped:
@@ -246,16 +264,17 @@ class InflightScheduler:
         step.preempted.append(sequence_id)
         step.entered[:] = [entered for entered in step.entered if entered.sequence_id != sequence_id]
         self._waiting.add(entry)
+        return True
 
     def _put(self, entry: Entry, num_tokens: int, drafts: tuple[int, ...], step: _Step) -> None:
         """Add a row."""
         sequence, start = entry.sequence, entry.computed
-        known = len(sequence.token_ids)
-        stop = start + num_tokens
+        known, stop = entry.num_tokens, start + num_tokens
+        num_pending = max(0, stop - max(start, len(sequence.token_ids)))
         step.budget -= num_tokens + len(drafts)
         step.rows[sequence.sequence_id] = Row(
             sequence_id=sequence.sequence_id,
-            token_ids=(*sequence.token_ids[start:stop], *drafts),
+            token_ids=(*sequence.token_ids[start:stop], *(PENDING,) * num_pending, *drafts),
             start=start,
             num_drafts=len(drafts),
             # The last token needs no slot, and a step adds one token besides its drafts.

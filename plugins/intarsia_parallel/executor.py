@@ -62,7 +62,12 @@ class ParallelExecutor:
 
     @property
     def depth(self) -> int:
-        """As many steps as there are stages; a sequence may be in one of them at a time."""
+        """As many steps as there are stages; a sequence is in one of them at a time.
+
+        It says nothing of `ResolvesPending`: the first stage embeds ids that the last one chooses, so that a row whose
+        id is pending could not begin before the step in front of it has left the last stage. Stages are filled by
+        other sequences, by further chunks of prompts, and by the microbatches of each step.
+        """
         return self.share.stages
 
     # --- the engine's side --------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class Ahead(Simulation):
         results = self._run_plan(plan)
         for row, sequence in zip(plan.rows, sequences, strict=True):
             sequence.cached_tokens = row.start if sequence.cached_tokens is None else sequence.cached_tokens
+        assert plan.rows or not plan.entered
         if plan.rows or plan.left or plan.moves:
             self.flight.append((plan, results, sequences))
             self.scheduler.expect(plan, names_pending=self.names_pending)
@@ -271,18 +272,20 @@ def test_nobody_is_preempted_before_what_is_in_flight_is_collected():
 
 
 def test_a_higher_priority_takes_its_place_as_soon_as_nothing_is_in_flight():
-    sim = ahead(num_pages=4, page_size=4, prefix=False)
+    sim = ahead(num_pages=2, page_size=16, prefix=False)
     for name in ("low-1", "low-2"):
-        sim.add(name, [1] * 5, 3)
+        sim.add(name, [1] * 5, 8)
     sim.step()
     sim.add("high", [2] * 5, 3, priority=5)
+    sim.step()
+    assert set(rows(sim.log[-1])) == {"low-1", "low-2"} and not sim.log[-1].preempted
     sim.step()
     assert not sim.log[-1].rows and not sim.log[-1].preempted
     sim.step()
     preempting = next(plan for plan in sim.log if plan.preempted)
     assert preempting.preempted == (("low-2", 0),) and ("high" in rows(preempting))
     sim.run()
-    assert all(sim.finished[n, 0].output == answer([1] * 5, 3) for n in ("low-1", "low-2"))
+    assert all(sim.finished[n, 0].output == answer([1] * 5, 8) for n in ("low-1", "low-2"))
 
 
 def test_choices_fork_a_prompt_that_is_computed_and_not_one_in_flight():

@@ -66,6 +66,7 @@ def _facts(report: dict[str, Any], layout: CacheLayout) -> Table:
         *_device(report["device"]),
         *_memory(report["memory"], layout),
         *_parallel(report["parallel"]),
+        ("steps", f"{report['steps']['in_flight']} in flight at most: {report['steps']['reason']}"),
         ("ops", _ops(report["ops"])),
         *_fused(report["fused"]),
         ("sampling", _sampling(report["sampling"])),
