@@ -6,9 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from intarsia.defaults import provide_schedulers
 from intarsia.defaults.contiguous import ContiguousAllocator
 from intarsia.defaults.static import StaticOptions, StaticScheduler
 from intarsia.errors import OverloadedError
+from intarsia.testing.schedulers import SchedulerContract
 from intarsia.types import Entered, RowResult, SamplingParams, Want
 
 PAGE = 4
@@ -84,18 +86,20 @@ def ids(rows):
     return [row.sequence_id[0] for row in rows]
 
 
-def test_prefixes_are_reserved_under_the_salt_of_their_sequence():
-    part = scheduler()
-    asked = []
+class TestContract(SchedulerContract):
+    ages = False  # of a higher priority one can always come before the next batch
+    preempts = False  # a sequence reserves the most that it can hold
 
-    class Books:
-        def reserve(self, sequence_id, token_ids, num_tokens, salt=""):
-            asked.append((sequence_id[0], list(token_ids), num_tokens, salt))
+    def provider(self):
+        return next(each for each in provide_schedulers() if each.key == "static")
 
-    part.allocator = Books()
-    enter(part, evolve(sequence("a"), salt="mine"))
-    part._fill()
-    assert asked == [("a", [0, 1, 2], 5, "mine")]
+    def simulate(self, cache, **facts):
+        # Until it begins a row behind what is cached: see below.
+        return super().simulate(evolve(cache, prefix=cache.prefix and cache.windows == (None,)), **facts)
+
+    @pytest.mark.xfail(strict=True, reason="rows begin at the sequence's own count of computed tokens, which is 0")
+    def test_what_is_cached_is_found_and_not_run_again(self):
+        super().test_what_is_cached_is_found_and_not_run_again()
 
 
 # --- whatever happens -------------------------------------------------------------------------------------------------
@@ -235,14 +239,6 @@ def test_the_first_row_is_the_whole_prompt_and_later_ones_a_token():
     assert len({p.rows[0].pages for p in plans}) == 1
 
 
-def test_higher_priorities_run_first_and_within_one_the_first_that_came():
-    part = scheduler(max_batch=1)
-    sequences = enter(
-        part, *(sequence(name, limit=1, priority=p) for name, p in (("a", 0), ("b", 5), ("c", 0), ("d", 5), ("e", -1)))
-    )
-    assert [ids(step(part, sequences).rows)[0] for _ in range(5)] == ["b", "d", "a", "c", "e"]
-
-
 def test_a_batch_is_no_larger_than_the_cache_has_room_for():
     part = scheduler(max_batch=8, num_regions=3)
     sequences = enter(part, *(sequence(f"r{i}", limit=1) for i in range(7)))
@@ -275,17 +271,6 @@ def test_more_drafts_than_there_is_room_for_are_cut():
     assert row.token_ids == (7, 20, 21)
 
 
-def test_drafts_of_a_cancelled_sequence_do_not_reach_its_namesake():
-    part = scheduler()
-    sequences = enter(part, sequence("a", limit=5))
-    step(part, sequences, propose=lambda row: (21,))
-    part.remove(("a", 0))
-    sequences = enter(part, sequence("a", limit=5))
-    plan = step(part, sequences)
-    assert (plan.left, [e.sequence_id for e in plan.entered]) == ((("a", 0),), [("a", 0)])
-    assert (plan.rows[0].num_drafts, plan.rows[0].start) == (0, 0)
-
-
 def test_results_of_a_sequence_that_was_cancelled_meanwhile_are_dropped():
     part = scheduler()
     sequences = enter(part, sequence("a", limit=5), sequence("b", limit=5))
@@ -305,25 +290,6 @@ def test_a_sequence_that_left_is_reported_once_and_one_that_never_ran_is_not():
     part.remove(("c", 0))
     part.remove(("c", 0))
     assert [part.plan().left for _ in range(2)] == [(("c", 0),), ()]
-
-
-def test_cache_moves_are_in_the_next_plan_once():
-    part = scheduler()
-    sequences = enter(part, sequence("a", prompt=5, limit=5))
-    step(part, sequences)
-    part.allocator.fork(("a", 0), ("a", 1), 5)
-    assert [len(part.plan().moves) for _ in range(2)] == [2, 0]
-
-
-def test_a_full_queue_is_an_overload_error_with_the_numbers_and_changes_nothing():
-    part = scheduler(max_batch=1, max_waiting=2)
-    sequences = enter(part, sequence("a"), sequence("b"))
-    with pytest.raises(OverloadedError, match=r"2 sequences.*scheduler\.max_waiting") as caught:
-        part.add(sequence("c"))
-    assert caught.value.retry_after_s > 0
-    assert part.num_waiting == 2
-    step(part, sequences)  # "a" runs: there is a place again
-    part.add(sequence("c"))
 
 
 @pytest.mark.parametrize("name", ["max_batch", "max_waiting"])

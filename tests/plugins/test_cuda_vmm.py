@@ -1,5 +1,7 @@
 """The cache `vmm`: memory follows the sequences, no token is lost, and the driver's rules hold, whatever the calls."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import settings
@@ -7,11 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from intarsia.errors import CompositionError, ConfigError, ExecutionError
+from intarsia.testing.allocators import AllocatorContract
+from intarsia.testing.memory import simulated_layout
 from intarsia.types import CacheGroup, CacheLayout, CacheMove
 from intarsia_cuda.options import VmmOptions
 from intarsia_cuda.pages import GroupPages, Regions, Runs
 from intarsia_cuda.vmm import GONE, VmmAllocator
-from virtual_memory import FakeMemory
+from virtual_memory import FakeMemory, vmm_plugin
 
 CPU = torch.device("cpu")
 
@@ -55,6 +59,20 @@ def run(books, name, num_tokens):
 
 def kinds(moves):
     return [(move.kind, move.target) for move in moves]
+
+
+class TestContract(AllocatorContract):
+    options: ClassVar = {"max_sequences": 6, "keep": "2KiB", "memory": "1MiB"}
+
+    def provider(self):
+        return vmm_plugin()[1].provide_cache_allocators()[0]
+
+    def build(self, *, page_size=4, windows=(None,), num_pages=0, num_host_pages=0):
+        """Pages here are padded far beyond what they hold: give as many as the suite means."""
+        lay = simulated_layout(page_size, windows)
+        padded = Regions.of(lay, FakeMemory().granule, self.max_len, 6).page_bytes
+        pages = num_pages or self.num_pages[page_size]
+        return super().build(page_size=page_size, windows=windows, num_pages=(pages + 1) * padded // lay.page_bytes + 8)
 
 
 # --- how pages lie ----------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """In-flight batching over each allocator: budgets, turns, preemption, cancellation, forks; nobody waits for ever."""
 
+from typing import ClassVar
+
 import pytest
-from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from intarsia.defaults.contiguous import ContiguousAllocator
-from intarsia.errors import OverloadedError
+from intarsia.testing.schedulers import SchedulerContract
 from intarsia.types import CacheGroup, CacheLayout
+from intarsia_inflight import provide_schedulers
 from intarsia_inflight.options import InflightOptions
 from intarsia_inflight.queue import common_prefix
 from intarsia_inflight.scheduler import InflightScheduler
@@ -16,8 +16,13 @@ from intarsia_paged.options import PagedOptions
 from simulation import Simulation, answer
 
 MAX_LEN = 24
-#: shrinking long lives takes minutes; a failing life is short enough to read as it is
-PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+
+
+class TestContract(SchedulerContract):
+    options: ClassVar = {"ageing_steps": 4}
+
+    def provider(self):
+        return provide_schedulers()[0]
 
 
 def layout(page_size, windows=(None,)):
@@ -93,16 +98,6 @@ def test_answers_do_not_depend_on_budgets_or_page_sizes(max_tokens, page_size):
     assert is_idle(sim)
 
 
-def test_drafts_stay_within_the_budget():
-    sim = simulation(max_tokens=4, propose=lambda context: answer(context, 6))
-    for name in "ab":
-        sim.add(name, [1, 2], 12)
-    sim.run()
-    assert any(row.num_drafts for plan in sim.log for row in plan.rows)
-    assert all(sim.finished[name, 0].output == answer([1, 2], 12) for name in "ab")
-    assert len(sim.log) < 13
-
-
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
@@ -173,17 +168,6 @@ def test_waiting_raises_the_rank_so_that_a_stream_of_high_priorities_starves_nob
     sim.run(limit=3000)
 
 
-def test_a_full_queue_is_an_overload_and_changes_nothing():
-    sim = simulation(max_waiting=2, max_batch=1)
-    for name in "ab":
-        sim.add(name, [1], 2)
-    with pytest.raises(OverloadedError, match="2 sequences are waiting"):
-        sim.add("c", [1], 2)
-    assert sim.scheduler.num_waiting == 2
-    sim.run()
-    assert set(sim.finished) == {("a", 0), ("b", 0)}
-
-
 @pytest.mark.parametrize("name", ["max_batch", "max_tokens", "max_waiting", "ageing_steps"])
 def test_options_are_at_least_one(name):
     with pytest.raises(ValueError, match=rf"'{name}' must be >= 1: 0"):
@@ -235,112 +219,8 @@ def test_further_choices_take_the_prompt_over_and_run_its_last_token(contiguous,
     assert is_idle(sim)
 
 
-def test_choices_outlive_the_first():
-    sim = simulation(prefix=False)
-    for choice, count in ((0, 1), (1, 6), (2, 6)):
-        sim.add("n", [1, 2, 0, 2, 1], count, choice=choice)
-    sim.run()
-    assert all(sim.finished["n", c].output == answer([1, 2, 0, 2, 1], n) for c, n in ((0, 1), (1, 6), (2, 6)))
-
-
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8])
 def test_the_common_prefix_is_counted_exactly(length):
     one = list(range(8))
     assert common_prefix(one, [*one[:length], 99, 98]) == length
     assert common_prefix([], one) == common_prefix(one, []) == 0
-
-
-# --- cancelling -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps", range(8))
-def test_a_sequence_can_be_cancelled_in_every_state(steps):
-    sim = simulation(num_pages=8, max_tokens=3, prefix=False)
-    for i, name in enumerate(("a", "gone", "c")):
-        sim.add(name, [i] * 7, 5)
-    for _ in range(steps):
-        sim.step()
-    sim.cancel(("gone", 0))
-    sim.cancel(("gone", 0))
-    sim.cancel(("unknown", 3))
-    before = len(sim.log)
-    sim.run()
-    assert not any(row.sequence_id[0] == "gone" for plan in sim.log[before:] for row in plan.rows)
-    assert sim.finished["a", 0].output == answer([0] * 7, 5) and sim.finished["c", 0].output == answer([2] * 7, 5)
-    assert is_idle(sim)
-    left = [sequence_id for plan in sim.log for sequence_id in plan.left] + list(sim.scheduler.plan().left)
-    assert left.count(("gone", 0)) == 1
-
-
-# --- whatever happens -------------------------------------------------------------------------------------------------
-
-
-class Life(RuleBasedStateMachine):
-    """Random arrivals, choices, cancels and steps: every plan is checked, and every answer is the solo answer."""
-
-    @initialize(
-        page_size=st.sampled_from([1, 2, 3, 4, 8]),
-        spare=st.integers(0, 12),
-        windows=st.sampled_from([(None,), (None, 5), (4,)]),
-        contiguous=st.booleans(),
-        prefix=st.booleans(),
-        max_tokens=st.sampled_from([1, 3, 5, 40]),
-        max_batch=st.integers(1, 5),
-        ageing_steps=st.integers(1, 20),
-        guess=st.sampled_from([None, "right", "wrong", "half"]),
-    )
-    def begin(self, page_size, spare, guess, **options):
-        def propose(context):
-            right = answer(context, 3)
-            return {"right": right, "wrong": [9, 9], "half": [*right[:1], 9]}[guess]
-
-        least = -(-MAX_LEN // page_size)
-        self.sim = simulation(
-            page_size=page_size, num_pages=least + spare, propose=propose if guess else None, **options
-        )
-        self.count = 0
-        self.expected = {}
-
-    @rule(
-        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
-        num_tokens=st.integers(1, 10),
-        priority=st.integers(-1, 2),
-        choices=st.integers(1, 3),
-        salt=st.sampled_from(["", "x"]),
-    )
-    def arrive(self, prompt, num_tokens, priority, choices, salt):
-        name = f"s{self.count}"
-        self.count += 1
-        for choice in range(choices):
-            self.sim.add(name, prompt, num_tokens, choice=choice, priority=priority, salt=salt)
-            self.expected[name, choice] = answer(prompt, num_tokens)
-
-    @precondition(lambda self: self.sim.sequences)
-    @rule(data=st.data())
-    def cancel(self, data):
-        sequence_id = data.draw(st.sampled_from(sorted(self.sim.sequences)))
-        self.sim.cancel(sequence_id)
-        del self.expected[sequence_id]
-
-    @rule(steps=st.integers(1, 4))
-    def go_on(self, steps):
-        for _ in range(steps):
-            plan = self.sim.step()
-            assert plan.rows or not self.sim.sequences or plan.preempted
-
-    @invariant()
-    def answers_are_solo_answers(self):
-        for sequence_id, sequence in getattr(self, "sim", Simulation(None, None, None)).finished.items():
-            assert sequence.output == self.expected[sequence_id]
-            assert sequence.cached_tokens < sequence.num_prompt
-
-    def teardown(self):
-        if hasattr(self, "sim"):
-            self.sim.run()
-            self.answers_are_solo_answers()
-            assert set(self.sim.finished) == set(self.expected)
-            assert is_idle(self.sim)
-
-
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=150, stateful_step_count=30, deadline=None, phases=PHASES)

@@ -1,11 +1,12 @@
 """The paged allocator: pages are shared by equal content and salt alone, copied before they are written, never lost."""
 
-import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from typing import ClassVar
 
+import pytest
+
+from intarsia.testing.allocators import AllocatorContract
 from intarsia.types import CacheGroup, CacheLayout, CacheMove
+from intarsia_paged import provide_cache_allocators
 from intarsia_paged.allocator import GONE, PagedAllocator
 from intarsia_paged.options import PagedOptions
 
@@ -35,6 +36,15 @@ def run(books, name, ids, salt=""):
     return found
 
 
+class TestContract(AllocatorContract):
+    def provider(self):
+        return provide_cache_allocators()[0]
+
+
+class TestContractWithoutPrefixes(TestContract):
+    options: ClassVar = {"prefix": False}
+
+
 # --- prefixes ---------------------------------------------------------------------------------------------------------
 
 
@@ -49,31 +59,6 @@ def test_an_equal_prefix_is_found_and_the_last_token_is_always_run(page_size):
         assert found == (length - 1) // page_size * page_size == books.lookup(ids)
         assert found <= length - 1
         books.release(("second", 0))
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ([10, 20, 30, 40, 9], [41, 19, 30, 40, 9]),  # sums and differences that a weak hash confuses
-        ([10, 20, 30, 40, 9], [20, 10, 30, 40, 9]),
-        ([1, 23, 5, 6, 9], [12, 3, 5, 6, 9]),
-        ([1, 1, 1, 1, 5, 6, 7, 8, 9], [2, 2, 2, 2, 5, 6, 7, 8, 9]),  # equal pages after different parents
-        ([1, 2, 3, 2**31, 9], [1, 2, 3, 0, 9]),
-    ],
-)
-def test_different_prefixes_never_meet(first, second):
-    books = allocator(32)
-    run(books, "first", first)
-    assert run(books, "second", second) == 0
-    assert run(books, "control", first) == (len(first) - 1) // 4 * 4
-
-
-def test_salts_keep_equal_prefixes_apart():
-    books = allocator(32)
-    ids = [1, 2, 3, 4, 5]
-    for salt in ("", "a", "b", "a\0", "\udcff"):
-        assert run(books, f"first-{salt!r}", ids, salt) == 0
-        assert run(books, f"second-{salt!r}", ids, salt) == 4
 
 
 def test_without_prefix_sharing_nothing_is_found_or_kept():
@@ -248,79 +233,3 @@ def test_a_prefix_is_found_if_the_window_before_its_end_is_still_there():
     assert books.reserve(("b", 0), ids, 17) == 16
     assert books.pages(("b", 0))[1][:2] == (GONE, GONE)
     books.check_integrity()
-
-
-# --- whatever happens -------------------------------------------------------------------------------------------------
-
-
-class Books(RuleBasedStateMachine):
-    """Random reservations, commits, forks, rewinds and releases: the books always add up."""
-
-    @initialize(
-        page_size=st.integers(1, 5), num_pages=st.integers(1, 12), windows=st.sampled_from([(None,), (None, 3), (7, 2)])
-    )
-    def begin(self, page_size, num_pages, windows):
-        self.books = allocator(num_pages, page_size, windows)
-        self.ids = {}
-        self.names = 0
-
-    def computed(self, name):
-        return self.books._held[name].num_computed
-
-    def pick(self, data):
-        return data.draw(st.sampled_from(sorted(self.ids))) if self.ids else None
-
-    @rule(ids=st.lists(st.integers(0, 2), min_size=1, max_size=14), salt=st.sampled_from(["", "a"]))
-    def enter(self, ids, salt):
-        name = (f"s{self.names}", 0)
-        self.names += 1
-        expected = self.books.lookup(ids, salt)
-        found = self.books.reserve(name, ids, len(ids), salt)
-        if found is None:
-            return
-        assert found == expected < len(ids)
-        self.ids[name] = ids
-        self.books.commit(name, ids, found)
-
-    @rule(data=st.data(), more=st.lists(st.integers(0, 2), max_size=5))
-    def go_on(self, data, more):
-        name = self.pick(data)
-        if name is None:
-            return
-        ids = [*self.ids[name], *more]
-        if self.books.reserve(name, ids, len(ids)) is not None:
-            self.ids[name] = ids
-            self.books.commit(name, ids, len(ids))
-
-    @rule(data=st.data())
-    def fork(self, data):
-        name = self.pick(data)
-        child = (f"s{self.names}", 1)
-        self.names += 1
-        if name is None:
-            return
-        count = data.draw(st.integers(0, self.computed(name)))
-        if self.books.fork(name, child, count):
-            self.ids[child] = self.ids[name][:count]
-
-    @rule(data=st.data())
-    def release(self, data):
-        name = self.pick(data)
-        if name is not None:
-            del self.ids[name]
-            self.books.release(name)
-            self.books.release(name)
-
-    @invariant()
-    def adds_up(self):
-        if hasattr(self, "books"):
-            self.books.check_integrity()
-            self.books.take_moves()
-            stats = self.books.stats()
-            assert stats.used + stats.free + stats.cached == stats.num_pages
-            if not self.ids:
-                assert stats.used == 0
-
-
-TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -2,6 +2,9 @@
 
 `scripted` is a plugin whose runner says given ids in turn: text, stops, streams and speculation become exact.
 `prompt_logits` reads the logits of a prompt's every position.
+
+Contracts, as tests to inherit, one module a kind of part: `drafters`, `schedulers`, `allocators`. They run with what
+`pip install "intarsia[testing]"` brings.
 """
 
 from intarsia.testing import scripted
