@@ -32,6 +32,7 @@ class FakeEngine:
         spec = SimpleNamespace(chat_template=None)
         self.parts = SimpleNamespace(
             scheduler=self,
+            executor=None,
             engine=SimpleNamespace(max_model_len=max_model_len),
             spec=SimpleNamespace(family="fake"),
             num_ids=256,

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from intarsia.errors import ExecutionError, IntarsiaError
 from intarsia_zmq import Client
 from models import tiny_llama
 from ranks import children, is_gone, parallel, pids, wait_until
+from routing import routing
 from server_process import process
 
 LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -281,3 +284,49 @@ def test_clients_of_a_server_hear_which_rank_was_lost(model, tmp_path):
                     os.kill(rank, signal.SIGKILL)
         assert server.wait() == 1, server.said()
         assert is_gone(rank)
+
+
+SERVED = ("executor.use=parallel", "executor.tp=2", 'engine.plugins.block=["cpu"]', "engine.max_model_len=128")
+
+
+@pytest.mark.slow
+def test_a_server_whose_rank_is_lost_while_it_is_idle_ends_by_itself(model, tmp_path):
+    """Nobody asks it anything: it must not go on saying that it is ready."""
+    args = [text for option in SERVED for text in ("-o", option)]
+    with process(tmp_path, model, *args) as server, Client(server.address) as client:
+        client.generate([1, 2, 3], SamplingParams(max_tokens=4))
+        (rank,) = children_of(server.process.pid)
+        os.kill(rank, signal.SIGKILL)
+        begun = time.monotonic()
+        assert server.wait() == 1, server.said()
+        assert time.monotonic() - begun < 15
+        assert "rank 1 (" in server.said()
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_at_another_replica_where_a_rank_of_its_own_is_lost(model, tmp_path):
+    """Two servers of two ranks each behind a router; what the client has is what one engine says."""
+    args = [text for option in SERVED for text in ("-o", option)]
+    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
+    with ExitStack() as stack:
+        servers = []
+        for number in range(2):
+            (tmp_path / str(number)).mkdir()
+            servers.append(stack.enter_context(process(tmp_path / str(number), model, *args)))
+        for server in servers:
+            with Client(server.address) as client:
+                wanted = client.generate([1, 2, 3], params).token_ids
+        addresses, turns = [server.address for server in servers], {"policy": "round_robin"}
+        router = stack.enter_context(routing(tmp_path, addresses, route=turns))
+        client = stack.enter_context(Client(router.address))
+        # One on each, so that one of them loses its server.
+        streams = [client.stream([1, 2, 3], params) for _ in servers]
+        said, killed = [[] for _ in streams], False
+        for outputs in zip_longest(*streams):
+            for ids, output in zip(said, outputs, strict=True):
+                ids += output.token_ids if output is not None else ()
+            if not killed and all(len(ids) > 3 for ids in said):
+                os.kill(*children_of(servers[0].process.pid), signal.SIGKILL)
+                killed = True
+        assert [tuple(ids) for ids in said] == [tuple(wanted)] * 2
+        assert servers[0].wait() == 1 and servers[1].process.poll() is None

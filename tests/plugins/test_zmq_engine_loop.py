@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -215,3 +216,22 @@ def test_figures_of_each_step_are_reported_where_they_are_wanted():
         assert [figures.num_outputs for figures in reader.of(Figures)] == [1, 1, 1]
         assert [figures.stats["steps"] for figures in reader.of(Figures)] == [1, 2, 3]
     assert all(isinstance(output, Output) for outputs in reader.of(list) for output in outputs)
+
+
+def test_an_engine_that_fails_while_it_has_nothing_to_do_is_reported():
+    """An executor over other processes, one of which ends while nobody asks anything."""
+    engine, looked = FakeEngine(), []
+
+    def check():
+        looked.append(None)
+        if len(looked) > 1:
+            raise ExecutionError("rank 1 is gone")
+
+    engine.parts.executor = SimpleNamespace(check=check)
+    with Reader(engine) as reader:
+        reader.loop.post(add("a"))
+        eventually(lambda: reader.ended("a"))
+        eventually(lambda: reader.of(Failed), 10)
+        assert str(reader.of(Failed)[0].error) == "rank 1 is gone"
+        eventually(lambda: reader.of(Stopped))
+        assert engine.closed
