@@ -11,7 +11,7 @@ from attrs import frozen
 
 from intarsia.gpu_kernels import Specialisation
 from intarsia.protocols import Kernel, PartContext
-from intarsia.types import DecoderSpec, Fit, Invariance, Unfit
+from intarsia.types import DecoderSpec, EngineOptions, Fit, Invariance, Unfit
 from intarsia_cuda import saved_bytes
 from intarsia_cuda.driver import elsewhere
 
@@ -21,15 +21,27 @@ _CAPABILITY = (8, 0)
 
 @frozen
 class CudaKernels:
-    """Ops in Triton. What is not here is the reference's."""
+    """Ops in Triton. What is not here is the reference's.
+
+    Attributes:
+        spec: the model.
+        invariant: whether floats are multiplied in Triton too, in place of cuBLAS: slower, and bitwise.
+    """
 
     spec: DecoderSpec
+    invariant: bool = False
 
     def kernels(self) -> Sequence[Kernel]:
         """Return them. Without heads as wide as some of this model's, what treats heads is the reference's too."""
         from intarsia_cuda import activations, attention_inputs, norms, sampling
         from intarsia_cuda.quantized.matmuls import linear_kernels
         from intarsia_cuda.quantized.norm_linear import norm_linear_kernel
+
+        products = [*linear_kernels(), norm_linear_kernel()]
+        if self.invariant:
+            from intarsia_cuda.dense import linear_kernel
+
+            products.append(linear_kernel())  # the last: it reads every format
 
         found = [
             _kernel("rms_norm", norms.rms_norm),
@@ -53,7 +65,7 @@ class CudaKernels:
                     **cache,
                 ),
             ]
-        return [*found, *linear_kernels(), norm_linear_kernel()]
+        return [*found, *products]
 
 
 def _kernel(op: str, call: Callable[..., Any], **facts: Any) -> Kernel:
@@ -64,12 +76,12 @@ def _kernel(op: str, call: Callable[..., Any], **facts: Any) -> Kernel:
 
 def specialisations() -> list[Specialisation]:
     """Return every form of every Triton kernel that this plugin launches."""
-    from intarsia_cuda import activations, attention_inputs, norms, sampling
+    from intarsia_cuda import activations, attention_inputs, dense, norms, sampling
     from intarsia_cuda.quantized import matmuls
 
     return [
         form
-        for module in (norms, activations, attention_inputs, sampling, matmuls)
+        for module in (norms, activations, attention_inputs, sampling, matmuls, dense)
         for form in module.specialisations()
     ]
 
@@ -89,9 +101,16 @@ def fit(context: PartContext) -> Fit | Unfit:
     if capability < _CAPABILITY:
         has, needs = (f"{major}.{minor}" for major, minor in (capability, _CAPABILITY))
         return Unfit(f"its kernels need compute capability {needs}, and {device} has {has}")
-    return Fit(90, "fused ops for this GPU")
+    engine = context.engine
+    also = f"; floats by its own products, as engine.invariance = {engine.invariance!r} asks" if _asks(engine) else ""
+    return Fit(90, f"fused ops for this GPU{also}")
 
 
 def build(context: PartContext) -> CudaKernels:
     """Make the part."""
-    return CudaKernels(context.spec)
+    return CudaKernels(context.spec, invariant=_asks(context.engine))
+
+
+def _asks(engine: EngineOptions) -> bool:
+    """Whether more is asked for than cuBLAS keeps: it picks its kernels by the number of rows."""
+    return engine.invariance != "numeric"
