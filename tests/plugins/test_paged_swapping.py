@@ -184,6 +184,31 @@ def test_pages_that_a_window_has_left_behind_are_not_copied():
     books.check_integrity()
 
 
+def test_one_that_comes_and_goes_in_the_same_plan_is_copied_in_that_order():
+    books = allocator(num_pages=4, prefix=False)
+    run(books, A, list(range(6)))
+    books.swap_out(A)
+    books.take_moves()
+    books.reserve(A, list(range(6)), 7)
+    pages = books.pages(A)[0]
+    assert books.swap_out(A)
+    moves = books.take_moves()
+    assert kinds(moves) == ["swap_in"] * 2 + ["swap_out"] * 2
+    assert [move.target for move in moves[:2]] == [move.source for move in moves[2:]] == list(pages)
+    books.check_integrity()
+
+
+def test_a_page_that_is_to_be_copied_first_is_swapped_out_after_that():
+    books = allocator(prefix=False)
+    run(books, A, list(range(6)))
+    books.fork(A, B, 5)
+    books.reserve(B, list(range(6)), 6)
+    own = books.pages(B)[0][1]
+    assert books.swap_out(B)
+    copy, _, out = books.take_moves()
+    assert (copy.kind, copy.target) == ("copy", own) and (out.kind, out.source) == ("swap_out", own)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -460,6 +485,21 @@ def test_a_sequence_that_is_cancelled_while_it_is_swapped_out_frees_host_memory(
     assert sim.allocator.swap_stats().used == 0
     sim.run()
     assert sim.log[-1].left or gone in sim.scheduler.plan().left or any(gone in plan.left for plan in sim.log)
+
+
+def test_a_choice_that_was_swapped_out_before_its_first_token_comes_back_and_forks_nothing():
+    sim = simulation(num_pages=3, host=20, prefix=False)
+    prompt = [0, 1, 2, 1, 0, 2, 2, 1]
+    sim.add("low", [2], 4)
+    sim.add("n", prompt, 4, priority=1)
+    sim.step()
+    sim.add("n", prompt, 4, choice=1, priority=1)
+    plan = sim.step()  # it takes the place of the one below it, and gives it to the first choice
+    assert plan.preempted == (("low", 0), ("n", 1)) and kinds(plan.moves)[-2:] == ["swap_out"] * 2
+    sim.run()
+    assert sim.finished["n", 1].output == sim.finished["n", 0].output == answer(prompt, 4)
+    assert sim.finished["low", 0].output == answer([2], 4)
+    assert sim.allocator.swap_stats().outs == sim.allocator.swap_stats().ins
 
 
 class Life(RuleBasedStateMachine):

@@ -31,7 +31,7 @@ def cache(swap, *, num_tokens=160, page_size=16, **options):
 
 
 def inflight(model, swap=ROOMY, *, max_tokens=64, max_model_len=64, poisons=True, **options):
-    sections = {name: options.pop(name) for name in ("drafter", "attention", "kernels", "runner") if name in options}
+    sections = {name: options.pop(name) for name in ("drafter", "executor") if name in options}
     made = engine_of(
         model,
         engine={"max_model_len": max_model_len} | PLAIN,
@@ -157,6 +157,16 @@ def test_speculation_and_swapping_go_together(tiny):
         assert stats["preemption"]["swap"]["ins"] > 0 and stats["speculation"]["drafted"] > 0 and is_idle(engine)
 
 
+def test_two_steps_in_flight_and_swapping_go_together(tiny):
+    prompts = random_prompts(6, 20)
+    expected = alone(tiny, prompts, MIXED)
+    with inflight(tiny, executor={"use": "local", "depth": 2}) as engine:
+        assert engine.explain()["steps"]["in_flight"] == 2
+        assert said(engine.generate(prompts, MIXED)) == said(expected)
+        figures = engine.stats()["preemption"]
+        assert figures["swap"]["ins"] > 0 and figures["recomputed_tokens"] == 0 and is_idle(engine)
+
+
 @pytest.mark.parametrize("steps", [4, 9, 14, 19, 24])
 def test_cancelling_at_any_time_leaves_the_others_alone_and_host_memory_free(tiny, steps):
     prompts = random_prompts(6, 20)
@@ -268,7 +278,7 @@ def test_a_cache_that_cannot_swap_refuses_by_name(tiny):
         with pytest.raises(
             CompositionError, match=rf"cache\.swap: '1MiB' .* cache '{use}' keeps no pages in host memory"
         ) as refused:
-            engine_of(tiny, engine={"max_model_len": 64}, cache=section, plugins=plugins)
+            engine_of(tiny, engine={"max_model_len": 64} | PLAIN, cache=section, plugins=plugins)
         assert refused.value.field == "cache.swap"
 
 

@@ -65,7 +65,12 @@ PLAN = BatchPlan(
         ),
     ),
     left=(("r5", 1), ("r6", 0)),
-    moves=(CacheMove("copy", 3, 2, 1), CacheMove("zero", 4), CacheMove("swap_out", 0, 5), CacheMove("swap_in", 5, 0, 1)),
+    moves=(
+        CacheMove("copy", 3, 2, 1),
+        CacheMove("zero", 4),
+        CacheMove("swap_out", 0, 5),
+        CacheMove("swap_in", 5, 0, 1),
+    ),
 )
 
 

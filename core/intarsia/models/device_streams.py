@@ -136,7 +136,7 @@ class CudaStreams:
 
     def close(self) -> None:
         """Wait for the copies, and unlock the memory."""
-        self._copies.synchronize()  # type: ignore[no-untyped-call]
+        self._copies.synchronize()
         if self._locked is not None:
             with torch.cuda.device(self.device):
                 _check(_runtime().cudaHostUnregister(self._locked.data_ptr()))

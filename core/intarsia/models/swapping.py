@@ -116,8 +116,8 @@ class HostPages:
             swap = self._swap_out if first.kind == "swap_out" else self._swap_in
             inside = [move.source if first.kind == "swap_out" else move.target for move in batch]
             outside = [move.target if first.kind == "swap_out" else move.source for move in batch]
+            index_N = _on_device(inside, self._buffers[0].memory.device)
             for device, host in zip(self.device[first.group], self.host[first.group], strict=True):
-                index_N = torch.tensor(inside, dtype=torch.int64, device=device.device)
                 step = self._buffers[0].memory.numel() // _page_bytes(device)
                 for begin in range(0, len(batch), step):
                     part = slice(begin, begin + step)
@@ -180,6 +180,11 @@ class HostPages:
         self.streams.close()
         self.device = self.host = ()
         self._buffers = ()
+
+
+def _on_device(pages: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return numbers as a tensor, for which the host does not wait while the device is at work."""
+    return torch.tensor(pages, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _page_bytes(tensor: torch.Tensor) -> int:
