@@ -112,7 +112,11 @@ class FlashAttention:
         return (self.dtype,) if self.dtype == "float32" else (self.dtype, "int8")
 
     def invariance(self, dtype: str) -> Invariance:
-        """A row's own length decides which form runs it, and every form gives a query the same bits in any company."""
+        """A row's own length decides which form runs it, and every form gives a query the same bits in any company.
+
+        Without splits chunks show in no bit either, as far as a device's matrix products give a row the same bits in
+        whatever place of a tile it stands. That is how tensor cores are taken to work; no GPU has been asked yet.
+        """
         del dtype
         return "neighbours" if self.splits else "bitwise"
 

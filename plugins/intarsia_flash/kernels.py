@@ -10,6 +10,7 @@ and values of the next tile would be on their way while this one is computed; wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal, TypeAlias
 
 from attrs import evolve, frozen
@@ -179,6 +180,7 @@ def specialisations() -> list[Specialisation]:
     return list(table([*distinct.values(), *MERGES.values()]).values())
 
 
+@cache
 def tile_for(kind: Kind, dtype: str, entry: str, head_dim: int, *, roomy: bool) -> Tile:
     """Return the tile for heads of a model on a device; dtypes are torch's names. There must be one."""
     wanted = (kind, TYPES[dtype], TYPES[entry], roomy)
