@@ -62,7 +62,7 @@ class SchedulerContract(SchedulerCase):
 
     def test_nobody_starves_behind_later_arrivals(self) -> None:
         """A long request that needs most of the cache ends, whatever short ones keep coming behind it."""
-        for cache in (SimulatedCache(num_pages=7, prefix=False), evolve(ONE, num_pages=12)):
+        for cache in (SimulatedCache(num_pages=7, prefix=False), ONE):
             sim = self.simulate(cache, max_batch=4)
             for i in range(3):
                 sim.add(f"early-{i}", [1, i], 4)
@@ -108,7 +108,8 @@ class SchedulerContract(SchedulerCase):
         sim = self.simulate(ONE)
         for name, priority in (("a", 0), ("b", 5), ("c", 1), ("d", 7), ("e", -1)):
             sim.add(name, [1, 2, 0], 1, priority=priority)
-        assert order(sim) == list("dbcae")
+        ran = order(sim)
+        assert ran == list("dbcae"), f"of priorities a 0, b 5, c 1, d 7, e -1 they ran {ran}"
 
     def test_equals_run_in_the_order_of_their_arrival(self) -> None:
         """Of requests that wait and are alike, the first that came runs first."""
@@ -117,7 +118,8 @@ class SchedulerContract(SchedulerCase):
         sim = self.simulate(ONE)
         for name in "cadbe":
             sim.add(name, [1, 2, 0], 2)
-        assert order(sim) == list("cadbe")
+        ran = order(sim)
+        assert ran == list("cadbe"), f"c, a, d, b, e came, and ran {ran}"
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
@@ -289,8 +291,8 @@ class SchedulerContract(SchedulerCase):
                 sim.add(f"r{i}", [i % 3] * (1 + 3 * i), 6)
             finish(sim, 5)
             planned = [move for plan in sim.log for move in plan.moves]
-            assert planned == books.taken[: len(planned)], "plans hold other moves than the allocator gave"
-            assert len(planned) > 5, "the suite's cache asks for moves"
+            assert len(books.taken) > 5, "the suite's cache asks for moves"
+            assert planned == books.taken, f"{len(planned)} moves in plans, {len(books.taken)} from the allocator"
 
     def test_plans_do_not_depend_on_names_or_chance(self) -> None:
         """The same calls bring the same plans, whatever requests are called, and whatever `random` says."""

@@ -1,0 +1,82 @@
+"""Write docs/contracts.md: the claims of each contract suite, and the planted faults that they find.
+
+`python docs/contracts_page.py` writes it; with `--check` it writes nothing and exits 1 where the page is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "tests"))
+
+from contracts import allocator_faults, scheduler_faults  # noqa: E402
+from intarsia.testing.allocators import AllocatorContract  # noqa: E402
+from intarsia.testing.claims import claims  # noqa: E402
+from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
+
+INTRO = """\
+<!-- Written by docs/contracts_page.py from the code: change that, then run it. -->
+
+# Contracts
+
+`intarsia.testing` holds a suite for each kind of part that is named below. Subclass it, say whose provider it is, and
+run pytest; `pip install "intarsia[testing]"` brings what the suites run with.
+
+```python
+from intarsia.testing.schedulers import SchedulerContract
+
+
+class TestMine(SchedulerContract):
+    def provider(self):
+        return my_plugin.provide_schedulers()[0]
+```
+
+Each test is a claim that the part must keep; one that a part does not make, such as a limit that it has no option for,
+is skipped with the reason. The suites are tested in turn: parts that are broken on purpose stand below beside the claim
+that finds them. The parts that come with Intarsia keep the same claims.
+"""
+
+SUITES = (
+    ("Schedulers", "intarsia.testing.schedulers", SchedulerContract, scheduler_faults.FAULTS),
+    ("Cache allocators", "intarsia.testing.allocators", AllocatorContract, allocator_faults.FAULTS),
+)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    titles = list(header)
+    lines = [titles, ["---"] * len(titles), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def page() -> str:
+    """Return docs/contracts.md."""
+    parts = [INTRO]
+    for title, module, contract, faults in SUITES:
+        parts.append(f"## {title}\n\n`{module}.{contract.__name__}`\n")
+        parts.append(table(["claim", "says"], ([f"`{each.name}`", each.says] for each in claims(contract))))
+        parts.append(table(["planted fault", "found by"], ([fault.says, f"`{fault.claim}`"] for fault in faults)))
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is stale")
+    path, text = DOCS / "contracts.md", page()
+    if path.exists() and path.read_text("utf-8") == text:
+        return 0
+    if parser.parse_args().check:
+        print("docs/contracts.md is stale: run `python docs/contracts_page.py`", file=sys.stderr)
+        return 1
+    path.write_text(text, "utf-8")
+    print("docs/contracts.md written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

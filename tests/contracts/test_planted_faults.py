@@ -1,0 +1,46 @@
+"""The contract suites are tested: each planted fault is found by the claim that speaks of it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contracts import allocator_faults, scheduler_faults
+from contracts.planted import failure
+from intarsia.testing.allocators import AllocatorContract
+from intarsia.testing.claims import claims
+from intarsia.testing.schedulers import SchedulerContract
+
+ROOT = Path(__file__).parents[2]
+KINDS = {"schedulers": (SchedulerContract, scheduler_faults), "allocators": (AllocatorContract, allocator_faults)}
+PLANTED = [
+    pytest.param(planted.contract, fault, id=f"{kind}-{fault.part.__name__}")
+    for kind, (_, planted) in KINDS.items()
+    for fault in planted.FAULTS
+]
+
+
+@pytest.mark.parametrize(("contract", "fault"), PLANTED)
+def test_a_planted_fault_is_found_by_its_claim(contract, fault):
+    found = failure(contract(fault.part), fault.claim)
+    assert found is not None, f"{fault.claim} does not see: {fault.says}"
+    assert found, "the claim fails, and does not say why"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_claim_finds_a_fault(kind):
+    contract, planted = KINDS[kind]
+    assert {claim.name for claim in claims(contract)} == {fault.claim for fault in planted.FAULTS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_have_names_of_their_own(kind):
+    says = [fault.says for fault in KINDS[kind][1].FAULTS]
+    assert len(set(says)) == len(says)
+
+
+def test_the_page_of_contracts_is_current():
+    command = [sys.executable, ROOT / "docs/contracts_page.py", "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr
