@@ -108,11 +108,16 @@ class LocalExecutor:
         self.all_logits(row)
 
     def _run(
-        self, rows: Sequence[Row], ids: Sequence[Sequence[int]], num_layers: int | None = None
+        self,
+        rows: Sequence[Row],
+        ids: Sequence[Sequence[int]],
+        num_layers: int | None = None,
+        beside: AbstractContextManager[None] | None = None,
     ) -> tuple[ForwardBatch, torch.Tensor]:
         """Run rows with these ids through the first layers, or all; return the batch and the residual stream (T, E)."""
-        with self._marked("prepare"):
+        with self._marked("prepare"), beside or nullcontext():
             batch = self._stage.batch(rows, ids)
+        batch = self._with_pending(batch, rows)
         with self._marked("layers"):
             return batch, self._stage.run(batch, num_layers=num_layers)
 
@@ -147,11 +152,8 @@ class LocalExecutor:
         step = _Step(plan, time.perf_counter())
         if not plan.rows:
             return step
-        with self._marked("prepare"), self._aside():
-            step.batch = self._stage.batch(plan.rows, [self._choosing.ids(row) for row in plan.rows])
-        step.batch = self._with_pending(step.batch, plan.rows)
-        with self._marked("layers"):
-            step.hidden_TE = self._stage.run(step.batch)
+        ids = [self._choosing.ids(row) for row in plan.rows]
+        step.batch, step.hidden_TE = self._run(plan.rows, ids, beside=self._aside())
         if self.depth > 1:
             if self._choosing.can_pick(plan.rows):
                 with self._marked("choose"):
