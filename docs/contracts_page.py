@@ -37,8 +37,7 @@ class TestMine(SchedulerContract):
 
 Each test is a claim that the part must keep; one that a part does not make, such as a limit that it has no option for,
 is skipped with the reason. The suites are tested in turn: parts that are broken on purpose stand below beside the claim
-that finds them. The parts that come with Intarsia run under the same suites and keep their claims, but for one: the
-scheduler `static` runs prompts from their first token, whatever is cached.
+that finds them. The parts that come with Intarsia run under the same suites and keep their claims.
 """
 
 SUITES = (

@@ -34,6 +34,7 @@ class StaticScheduler:
     allocator: CacheAllocator
     _waiting: deque[SequenceView] = Factory(deque)
     _running: dict[SequenceId, SequenceView] = Factory(dict)
+    _cached: dict[SequenceId, int] = Factory(dict)  #: leading tokens that were found in the cache as a sequence began
     _drafts: dict[SequenceId, tuple[int, ...]] = Factory(dict)
     _left: list[SequenceId] = Factory(list)
 
@@ -60,14 +61,16 @@ class StaticScheduler:
             sequence = self._waiting[0]
             # Room for the longest it can get, drafts included: nothing is ever preempted.
             known, salt = sequence.token_ids, sequence.salt
-            if self.allocator.reserve(sequence.sequence_id, known, sequence.max_total, salt) is None:
+            cached = self.allocator.reserve(sequence.sequence_id, known, sequence.max_total, salt)
+            if cached is None:
                 break
+            self._cached[sequence.sequence_id] = cached
             self._running[sequence.sequence_id] = self._waiting.popleft()
             entered.append(sequence.entered())
         return tuple(entered)
 
     def _row(self, sequence: SequenceView) -> Row:
-        start = sequence.num_computed
+        start = max(sequence.num_computed, self._cached[sequence.sequence_id])
         # The last token that a sequence can hold needs no slot, and each step adds one besides its drafts.
         room = max(0, sequence.max_total - len(sequence.token_ids) - 1)
         drafts = self._drafts.pop(sequence.sequence_id, ())[:room]
@@ -92,6 +95,7 @@ class StaticScheduler:
         """Forget a sequence, waiting or running."""
         self._drafts.pop(sequence_id, None)
         if self._running.pop(sequence_id, None) is not None:
+            del self._cached[sequence_id]
             self._left.append(sequence_id)
             self.allocator.release(sequence_id)
             return
