@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from intarsia.protocols import LayerCache, PartContext
 from intarsia.types import AttentionSpec, CacheGroup, CacheLayout, Fit, ForwardBatch, Invariance, Unfit
 from intarsia_flash.online import OnlineAttention
-from intarsia_flash.work import Ints, Rows, Splits, Tables, packed, rounded, whole_rows
+from intarsia_flash.work import Ints, Room, Rows, Splits, Tables, packed, whole_rows
 
 if TYPE_CHECKING:
     from intarsia_flash.kernels import Kind
@@ -105,6 +106,8 @@ class FlashAttention:
     splits: bool = True
     roomy: bool = True
     orders: tuple[str, ...] = ("PKSD", "PSKD")
+    #: memory for partial results of steps over fixed buffers, by the width of a result
+    _shared: dict[int, torch.Tensor] = field(factory=dict, init=False, repr=False)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -128,29 +131,71 @@ class FlashAttention:
 
     def prepare(self, batch: ForwardBatch, layout: CacheLayout) -> Prepared:
         """Lay the step's work out: one copy to the device, and nothing waits for it."""
-        from intarsia_flash.kernels import DECODED_TILE
+        return self._lay_out(batch, layout, None)
 
-        rows = Rows.of(batch.bounds, batch.starts)
-        keys: list[tuple[int, int]] = []
+    def prepare_fixed(self, batch: ForwardBatch, layout: CacheLayout, max_len: int) -> Prepared:
+        """Lay rows of one token each out, with room for all the work that rows of `max_len` tokens can be.
+
+        Partial results share their memory with those of every such step, one of which runs at a time.
+        """
+        return self._lay_out(batch, layout, max_len)
+
+    def _lay_out(self, batch: ForwardBatch, layout: CacheLayout, max_len: int | None) -> Prepared:
+        rows, device = Rows.of(batch.bounds, batch.starts), batch.ids_T.device
+        rooms: dict[tuple[int, int], Room] = {}
         parts: list[Any] = []
-        slots: list[int] = []
         for index, (group, pages) in enumerate(zip(layout.groups, batch.pages, strict=True)):
-            tables = Tables.of(pages)
+            # A row can hold pages for tokens to come: of unknown number, and not read.
+            needed = pages if max_len is None else _read(pages, batch.starts, layout.page_size)
+            tables = Tables.of(needed)
             for group_size in self._group_sizes(group):
                 whole, found = self._cut(rows, tables, group, group_size)
-                keys.append((index, group_size))
                 parts += [tables.pages, whole, found.items, found.merges]
-                slots.append(found.num_slots)
-        flat, spans = packed(parts)
-        numbers = _on_device(torch.from_numpy(flat), batch.ids_T.device)
+                if max_len is None:
+                    rooms[index, group_size] = Room.around(tables, whole, found)
+                else:
+                    rooms[index, group_size] = self._most(batch.num_rows, group, group_size, max_len, layout.page_size)
+        counts = [(room.pages, room.whole, room.items, room.merges) for room in rooms.values()]
+        flat, spans = packed(parts, list(chain.from_iterable(counts)))
+        numbers = _on_device(torch.from_numpy(flat), device)
         work = {}
-        for at, (key, num_slots) in enumerate(zip(keys, slots, strict=True)):
-            group = layout.groups[key[0]]
+        for at, (key, room) in enumerate(rooms.items()):
             views = [numbers[begin:stop] for begin, stop in spans[4 * at : 4 * at + 4]]
-            size = (group.num_kv_heads, rounded(num_slots), DECODED_TILE)
-            room = [numbers.new_empty((*size, last), dtype=torch.float32) for last in (group.head_dim, 2)]
-            work[key] = Work(views[0], *(view.view(-1, 8) for view in views[1:]), *room)
+            partial = self._partial(layout.groups[key[0]], room.slots, device, shared=max_len is not None)
+            records = [view.view(-1, 8) for view in views[1:]]
+            work[key] = Work(views[0], records[0], records[1], records[2], *partial)
         return Prepared(numbers, work, layout.order, layout.page_size)
+
+    def _most(self, num_rows: int, group: CacheGroup, group_size: int, max_len: int, page_size: int) -> Room:
+        """Return room for rows of one token and up to `max_len` keys each."""
+        from intarsia_flash.kernels import DECODED_TILE, SPLIT, tile_for
+
+        queries = DECODED_TILE
+        if not self.splits:
+            queries = tile_for("prefill", self.dtype, self.dtype, group.head_dim, roomy=self.roomy).queries
+        splits = -(-max_len // SPLIT)
+        if group.window is not None:
+            splits = min(splits, -(-group.window // SPLIT) + 1)
+        tiles = -(-group_size // queries)
+        return Room.of_decoding(num_rows, -(-max_len // page_size), tiles, splits if self.splits else 0)
+
+    def _partial(
+        self, group: CacheGroup, num_slots: int, device: torch.device, *, shared: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for partial results and their sums."""
+        from intarsia_flash.kernels import DECODED_TILE
+
+        found = []
+        for width in (group.head_dim, 2):
+            size = (group.num_kv_heads, num_slots, DECODED_TILE, width)
+            if not shared:
+                found.append(torch.empty(size, dtype=torch.float32, device=device))
+                continue
+            count = math.prod(size)
+            if (room := self._shared.get(width)) is None or len(room) < count:
+                room = self._shared[width] = torch.empty(count, dtype=torch.float32, device=device)
+            found.append(room[:count].view(size))
+        return found[0], found[1]
 
     def _cut(self, rows: Rows, tables: Tables, group: CacheGroup, group_size: int) -> tuple[Ints, Splits]:
         """Return the records of whole rows and of split ones."""
@@ -186,6 +231,11 @@ class FlashAttention:
             grid = (len(work.merges), spec.num_heads, -(-spec.head_dim // MERGED_DIMS))
             form.launch(grid, *(given[name] for name in form.signature))
         return out_THD
+
+
+def _read(tables: Sequence[Sequence[int]], starts: Sequence[int], page_size: int) -> list[Sequence[int]]:
+    """Return the page tables of rows of one token each, as far as they are read."""
+    return [table[: start // page_size + 1] for table, start in zip(tables, starts, strict=True)]
 
 
 def _on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

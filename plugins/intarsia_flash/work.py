@@ -133,18 +133,46 @@ class Splits:
         return cls(items, merges, int(placed.sum()))
 
 
+@frozen
+class Room:
+    """How many pieces of work there is room for, of one cache group and number of query heads a kv head."""
+
+    pages: int
+    whole: int
+    items: int
+    merges: int
+    slots: int
+
+    @classmethod
+    def around(cls, tables: Tables, whole: Ints, splits: Splits) -> Room:
+        """Return a little more than a step takes."""
+        counts = (len(tables.pages), len(whole), len(splits.items), len(splits.merges), splits.num_slots)
+        return cls(*map(rounded, counts))
+
+    @classmethod
+    def of_decoding(cls, num_rows: int, pages_a_row: int, tiles: int, splits: int) -> Room:
+        """Return the most that rows of one token take: so many tiles each, of up to so many splits; 0 is no splits."""
+        pieces, is_merged = num_rows * tiles, splits > 1
+        whole, items = (0, pieces * splits) if splits else (pieces, 0)
+        counts = (num_rows * pages_a_row, whole, items, num_rows * is_merged, items * is_merged)
+        return cls(*map(rounded, counts))
+
+
 def rounded(count: int) -> int:
     """Return the next of a few sizes, a quarter larger at most from 64 on, a multiple of 16; 0 stays 0."""
     step = max(16, 1 << max(0, count.bit_length() - 3))
     return -(-count // step) * step
 
 
-def packed(parts: Sequence[Ints | array[int]]) -> tuple[npt.NDArray[np.int32], list[tuple[int, int]]]:
-    """Lay records and page tables end to end, each rounded up; return the numbers, and where each part lies."""
+def packed(
+    parts: Sequence[Ints | array[int]], room: Sequence[int]
+) -> tuple[npt.NDArray[np.int32], list[tuple[int, int]]]:
+    """Lay records and page tables end to end, with room for so many each; return the numbers, and where parts lie."""
     spans, stop = [], 0
-    for part in parts:
+    for part, count in zip(parts, room, strict=True):
+        assert len(part) <= count, (len(part), count)
         width = part.shape[1] if isinstance(part, np.ndarray) else 1
-        spans.append((stop, stop + rounded(len(part)) * width))
+        spans.append((stop, stop + count * width))
         stop = spans[-1][1]
     numbers = np.zeros(stop, dtype=np.int32)
     for (begin, _), part in zip(spans, parts, strict=True):

@@ -197,6 +197,24 @@ def test_it_runs_over_a_cache_whose_memory_is_mapped(model, expected):
     memory.assert_clean()
 
 
+def test_a_graph_holds_flash_attention(model, expected):
+    from intarsia_flash.attention import FlashAttention
+
+    @hookimpl
+    def provide_attention_backends():
+        def build(context):
+            return FlashAttention(context.engine.dtype, tuple({layer.attention for layer in context.spec.layers}))
+
+        return [Provider(key="interpreted", summary="flash, in Triton's interpreter", build=build)]
+
+    recorded = RecordedGraphs()
+    plugin = types.ModuleType("interpreted")
+    plugin.provide_attention_backends = provide_attention_backends
+    with graph_engine(model, recorded, attention="interpreted", plugins=[plugin]) as engine:
+        assert tokens(engine, PROMPTS[:3]) == expected[:3]
+        assert recorded.replays >= 10
+
+
 def test_a_step_that_cannot_be_captured_ends_the_start_with_what_would_do(model):
     class Refusing:
         def capture(self, call):

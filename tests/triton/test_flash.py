@@ -409,6 +409,51 @@ def test_a_step_of_equal_grids_takes_the_place_of_another():
         check(attend(Replayed(), spec, sequences), sequences, spec)
 
 
+@pytest.mark.parametrize("facts", [{}, {"window": 300}], ids=["all keys", "a window"])
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("heads", [(4, 2), (20, 1)], ids=str)
+def test_decoding_steps_of_any_lengths_fill_the_same_buffers(heads, splits, facts):
+    """As CUDA graphs replay them: the first step's tensors hold every later step's numbers."""
+    spec, most = attention_spec(*heads, 16, **facts), 3 * SPLIT + 10
+    part, kept = part_of(spec, splits=splits), []
+
+    class Replayed:
+        def prepare(self, batch, layout):
+            ready = part.prepare_fixed(batch, layout, most)
+            if kept:
+                kept[0].refill(ready)
+                return kept[0]
+            kept.append(ready)
+            return ready
+
+        attend = staticmethod(part.attend)
+
+    for lengths in ([1, 1, 1], [most, SPLIT, SPLIT + 1], [2, 2 * SPLIT + 7, 600]):
+        sequences = rows(spec, shapes=[(length - 1, 1) for length in lengths])
+        mixed = attend(Replayed(), spec, sequences)
+        check(mixed, sequences, spec)
+        alone = attend(part, spec, sequences)
+        assert all(map(torch.equal, mixed, alone))  # the same work, whatever room there is
+
+
+def test_steps_over_fixed_buffers_share_the_memory_of_partial_results():
+    spec = attention_spec(4, 2, 16)
+    part, kept = part_of(spec), []
+
+    class Kept:
+        def prepare(self, batch, layout):
+            kept.append(part.prepare_fixed(batch, layout, 4 * SPLIT))
+            return kept[-1]
+
+        attend = staticmethod(part.attend)
+
+    for count in (8, 2):
+        attend(Kept(), spec, rows(spec, shapes=[(SPLIT, 1)] * count))
+    [first], [second] = (list(each.work.values()) for each in kept)
+    assert first.partials.data_ptr() == second.partials.data_ptr() and first.sums.data_ptr() == second.sums.data_ptr()
+    assert first.partials.numel() > second.partials.numel()
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
