@@ -375,6 +375,11 @@ class ForksTheUnrun(InflightScheduler):
 class RunsAllAgain(StaticScheduler):
     """It runs every prompt from its first token, whatever is cached."""
 
+    def _fill(self):
+        entered = super()._fill()
+        self._cached = dict.fromkeys(self._cached, 0)
+        return entered
+
 
 @plant("test_salts_are_kept_apart")
 class IgnoresSalts(InflightScheduler):

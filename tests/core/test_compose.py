@@ -733,7 +733,7 @@ def test_for_each_op_the_first_kernel_in_order_that_fits_is_taken(model):
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
-        (Kernel(op="liner", call=len), ["'liner'", "Did you mean 'linear'?"]),
+        (Kernel(op="liner", call=len), ["'liner'", "Did you mean 'linear'"]),
         (Kernel(op="linear", call=len), ["'linear'", "no weight format"]),
         (len, ["built-in function len"]),
     ],

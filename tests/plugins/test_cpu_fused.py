@@ -177,7 +177,8 @@ def test_layers_run_in_ranges_give_what_they_give_together(llama):
         executor = engine.parts.executor
         run = executor._stage._runner.run
 
-        def in_ranges(batch, cache, layers):
+        def in_ranges(batch, cache, layers, hidden=None):
+            assert hidden is None
             hidden = run(batch, cache, range(1))
             before = hidden.clone()
             later = run(batch, cache, range(1, layers.stop), hidden)

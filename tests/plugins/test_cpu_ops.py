@@ -10,6 +10,7 @@ import torch
 from engines import engine_of
 from families import CASES, saved
 from intarsia import SamplingParams
+from intarsia.ops import COLLECTIVES
 from intarsia.testing import poison_cache, prompt_logits
 from intarsia_cpu import attention, kernels
 from intarsia_cpu.build import unavailable
@@ -60,7 +61,7 @@ def in_any_chunks(tiny, prompt, dtype):
     """The logits of a prompt; asserts that their bits do not depend on chunks, pages and threads."""
     with tiny.engine(dtype=dtype, threads=1) as engine:
         sources = {op: choice.source for op, choice in engine.parts.ops.choices.items()}
-        assert {op for op, source in sources.items() if source != "cpu"} == {"all_reduce", "all_gather"}
+        assert {op for op, source in sources.items() if source != "cpu"} <= {*COLLECTIVES}
         assert engine.parts.layout.order == "PKSD"
         found = prompt_logits(engine, prompt)
         poison_cache(engine)
