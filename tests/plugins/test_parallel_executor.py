@@ -39,9 +39,10 @@ def wanted(model):
 )
 def engine(request, model):
     options, sections = LAYOUTS[request.param]
+    before = children()  # of other tests: what compiles grammars stays for the next engine
     with parallel(model, **options, sections=sections) as made:
         yield made
-    assert not children(), "no rank outlives its engine"
+    assert {*children()} <= {*before}, "no rank outlives its engine"
 
 
 def idle(engine):

@@ -30,8 +30,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nothing_left():
+    before = children()  # of other tests: what compiles grammars stays for the next engine
     yield
-    assert not children(), "a rank was left behind"
+    assert {*children()} <= {*before}, "a rank was left behind"
 
 
 def under_load(engine):
