@@ -149,8 +149,9 @@ def test_results_of_pieces_are_one_result():
 
 @pytest.mark.parametrize(
     ("stages", "microbatches"),
-    [(2, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (3, 2), (4, 4), (4, 8)))],
+    [(2, 4), (2, 1), (3, 2), (4, 4), (4, 8)],
 )
+@pytest.mark.slow
 def test_stages_that_sleep_idle_as_much_as_the_formula_says(tmp_path, monkeypatch, stages, microbatches):
     """On a loaded machine steps take longer and all shares rise; so the least of three measurements counts."""
     from tools.bubble import bubble, install_sleeping_runner, measure

@@ -98,6 +98,7 @@ def models(tmp_path_factory):
     return root, made
 
 
+@pytest.mark.slow
 def test_four_ranks_answer_as_one_process_does(models):
     root, made = models
     jobs = {}
@@ -157,7 +158,8 @@ def test_quantized_weights_are_those_of_one_process_cut_between_ranks(tmp_path):
             check(results, f"{name} {way}", logits, ids)
 
 
-@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp", "sp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 def test_smollm2_over_three_ranks_answers_as_one_process_does(tmp_path, sequence):
     results, _ = run_ranks(tmp_path / "run", 3, {"smollm2": job("smollm2", sequence=sequence)})
     logits, ids = expected("smollm2")

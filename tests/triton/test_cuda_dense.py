@@ -299,6 +299,7 @@ def engine_over(model, key, dtype):
     return engine_of(model, engine=engine, plugins=[interpreted()], **parts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("placeless_products")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_gives_a_row_the_same_bits_whatever_its_chunks_and_neighbours(model, dtype):

@@ -178,6 +178,7 @@ def test_engines_over_int8_weights_have_the_logits_of_the_chain_and_store_no_nor
     assert report["ops"]["norm_linear[int8]"] == "interpreted"
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_chain_whatever_runs_beside_them(tmp_path):
     path, _ = tiny_llama(tmp_path, hidden=32, heads=2, kv_heads=1, layers=2, ffn=48, attention_bias=True, mlp_bias=True)
     prompts = [[5, 6, 7], [8, 9], [1]]

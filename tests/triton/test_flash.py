@@ -411,7 +411,7 @@ def test_a_step_of_equal_grids_takes_the_place_of_another():
 
 @pytest.mark.parametrize("facts", [{}, {"window": 300}], ids=["all keys", "a window"])
 @pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize("heads", [(4, 2), (20, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), pytest.param((20, 1), marks=pytest.mark.slow)], ids=str)
 def test_decoding_steps_of_any_lengths_fill_the_same_buffers(heads, splits, facts):
     """As CUDA graphs replay them: the first step's tensors hold every later step's numbers."""
     spec, most = attention_spec(*heads, 16, **facts), 3 * SPLIT + 10
