@@ -23,7 +23,7 @@ import triton.language as tl
 
 from intarsia.gpu_kernels import Specialisation, table
 from intarsia.protocols import LayerCache
-from intarsia_cuda.forms import DTYPES, form, name_of, pointer
+from intarsia_cuda.forms import DTYPES, dense_rows, form, name_of, pointer
 from intarsia_cuda.rounding import int8_numbers, int8_scale, magnitudes, rounded
 
 #: Largest half that a form holds, with twice as much behind the halves -> heads a program.
@@ -246,11 +246,6 @@ _FORMS = table(specialisations())
 # --- the ops ----------------------------------------------------------------------------------------------------------
 
 
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """With its last axis in one piece."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
 def attention_inputs(
     qkv_TND: torch.Tensor,
     num_heads: int,
@@ -262,7 +257,7 @@ def attention_inputs(
     order: str,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys, write keys and values to their slots, and return the queries (T, H, D)."""
-    qkv = _dense_rows(qkv_TND)
+    qkv = dense_rows(qkv_TND)
     first_value = (num_heads + qkv.shape[1]) // 2
     q, k, v = qkv[:, :num_heads], qkv[:, num_heads:first_value], qkv[:, first_value:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -272,7 +267,7 @@ def attention_inputs(
 
 def rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs (i, i + h) of the first 2h dimensions; the others pass."""
-    x = _dense_rows(x_THD)
+    x = dense_rows(x_THD)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _run(x, x[:, :0], x[:, :0], out, angles=(cos_T1h, sin_T1h))
     return out
@@ -282,7 +277,7 @@ def cache_write(
     keys_TKD: torch.Tensor, values_TKD: torch.Tensor, cache: LayerCache, slots_T: torch.Tensor, order: str
 ) -> None:
     """Write each token's key and value to its slot, or with its scale where entries are int8; slot -1 is nowhere."""
-    k, v = _dense_rows(keys_TKD), _dense_rows(values_TKD)
+    k, v = dense_rows(keys_TKD), dense_rows(values_TKD)
     _run(k[:, :0], k, v, k, cache=cache, slots_T=slots_T, order=order)
 
 

@@ -56,3 +56,8 @@ def form(
         num_warps=num_warps,
         capabilities=CAPABILITIES if everywhere else _ONE,
     )
+
+
+def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its last axis in one piece."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

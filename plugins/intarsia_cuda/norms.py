@@ -22,7 +22,7 @@ import triton.language as tl
 
 from intarsia.gpu_kernels import Specialisation, table
 from intarsia.ops import layer_norm as reference
-from intarsia_cuda.forms import DTYPES, form, name_of, pointer
+from intarsia_cuda.forms import DTYPES, dense_rows, form, name_of, pointer
 from intarsia_cuda.rounding import int8_numbers, int8_scale, magnitudes, rounded
 
 #: Numbers of a row in registers: 16 a thread, or 8 where they are scaled too.
@@ -246,14 +246,9 @@ _FORMS = table(specialisations())
 # --- the ops ----------------------------------------------------------------------------------------------------------
 
 
-def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """With its last axis in one piece."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / rms(x) * weight; an axis of heads may stand before the last."""
-    x = _dense_rows(x_TE if x_TE.dim() == 3 else x_TE.reshape(-1, x_TE.shape[-1]).unsqueeze(1))
+    x = dense_rows(x_TE if x_TE.dim() == 3 else x_TE.reshape(-1, x_TE.shape[-1]).unsqueeze(1))
     out = torch.empty(x_TE.shape, dtype=x.dtype, device=x.device)
     _run_rms(x, x, weight_E, None, out, out, out, eps, add=False, int8=False)
     return out
@@ -264,7 +259,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add x to the residual and return (its norm, the sum)."""
     assert x_TE.shape == residual_TE.shape and x_TE.dtype == residual_TE.dtype
-    x, residual = _dense_rows(x_TE).unsqueeze(1), _dense_rows(residual_TE)
+    x, residual = dense_rows(x_TE).unsqueeze(1), dense_rows(residual_TE)
     out, total = (torch.empty(x_TE.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _run_rms(x, residual, weight_E, None, out, total, out, eps, add=True, int8=False)
     return out, total
@@ -292,9 +287,9 @@ def rms_norm_int8(
     Returns:
         int8 numbers (T, E), float32 scales (T,), and the sum with the residual (T, E): x itself where there is none.
     """
-    x = _dense_rows(x_TE).unsqueeze(1)
+    x = dense_rows(x_TE).unsqueeze(1)
     add = residual_TE is not None
-    residual = _dense_rows(residual_TE) if residual_TE is not None else x_TE
+    residual = dense_rows(residual_TE) if residual_TE is not None else x_TE
     numbers = torch.empty(x_TE.shape, dtype=torch.int8, device=x.device)
     scales_T = torch.empty(len(x_TE), dtype=torch.float32, device=x.device)
     total = torch.empty_like(numbers, dtype=x.dtype) if add else x_TE
@@ -352,7 +347,7 @@ def layer_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, bias_E: torch.Tensor 
     """Return (x - mean) / deviation * weight + bias, in float32, rounded once."""
     if weight_E.dtype != x_TE.dtype or (bias_E is not None and bias_E.dtype != x_TE.dtype):
         return reference(x_TE, weight_E, bias_E, eps)  # of no family here
-    x = _dense_rows(x_TE.reshape(-1, x_TE.shape[-1]))
+    x = dense_rows(x_TE.reshape(-1, x_TE.shape[-1]))
     weight_E = weight_E.contiguous()
     out = torch.empty(x_TE.shape, dtype=x.dtype, device=x.device)
     if len(x):

@@ -230,8 +230,6 @@ class Patiently:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_engine_of_two_ranks_takes_a_placement_group_and_answers_as_one(tmp_path, model, local_ray):
-    if find_spec("intarsia_parallel.executor") is None:
-        pytest.skip("THERE IS NO PARALLEL EXECUTOR")
     answer = expected(model, [5, 6, 7])
     with cluster(tmp_path, model, tp=2, cpus=1) as (router, actors), Client(router.address) as client:
         assert actors[0].group is not None
