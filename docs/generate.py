@@ -195,15 +195,16 @@ def _comments(source: str) -> dict[str, str]:
     return docs
 
 
-def class_node(name: str) -> ast.ClassDef:
-    """Return the syntax of a class of protocols.py: signatures as they are written."""
-    tree = ast.parse(inspect.getsource(protocols))
-    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+def class_node(cls: type) -> ast.ClassDef:
+    """Return the syntax of a class: signatures as they are written."""
+    (node,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef)
+    return node
 
 
 def members(protocol: type) -> Iterator[str]:
     """Yield a list item for each method and property of a protocol: its signature and docstring."""
-    for node in class_node(protocol.__name__).body:
+    for node in class_node(protocol).body:
         if not isinstance(node, ast.FunctionDef):
             continue
         is_property = any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list)
