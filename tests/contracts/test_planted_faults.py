@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from contracts import allocator_faults, scheduler_faults
+from contracts import allocator_faults, executor_faults, scheduler_faults
 from contracts.planted import failure
 from intarsia.testing.allocators import AllocatorContract
 from intarsia.testing.claims import claims
+from intarsia.testing.executors import ExecutorContract
 from intarsia.testing.schedulers import SchedulerContract
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"schedulers": (SchedulerContract, scheduler_faults), "allocators": (AllocatorContract, allocator_faults)}
+KINDS = {
+    "schedulers": (SchedulerContract, scheduler_faults),
+    "allocators": (AllocatorContract, allocator_faults),
+    "executors": (ExecutorContract, executor_faults),
+}
 PLANTED = [
     pytest.param(planted.contract, fault, id=f"{kind}-{fault.part.__name__}")
     for kind, (_, planted) in KINDS.items()
