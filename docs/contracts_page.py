@@ -13,10 +13,11 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
 
-from contracts import allocator_faults, executor_faults, scheduler_faults  # noqa: E402
+from contracts import allocator_faults, executor_faults, quantizer_faults, scheduler_faults  # noqa: E402
 from intarsia.testing.allocators import AllocatorContract  # noqa: E402
 from intarsia.testing.claims import claims  # noqa: E402
 from intarsia.testing.executors import ExecutorContract  # noqa: E402
+from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
 from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
 
 INTRO = """\
@@ -45,6 +46,7 @@ SUITES = (
     ("Schedulers", "intarsia.testing.schedulers", SchedulerContract, scheduler_faults.FAULTS),
     ("Cache allocators", "intarsia.testing.allocators", AllocatorContract, allocator_faults.FAULTS),
     ("Executors", "intarsia.testing.executors", ExecutorContract, executor_faults.FAULTS),
+    ("Quantizers", "intarsia.testing.quantizers", QuantizerContract, quantizer_faults.FAULTS),
 )
 
 

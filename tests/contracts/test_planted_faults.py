@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from contracts import allocator_faults, executor_faults, scheduler_faults
+from contracts import allocator_faults, executor_faults, quantizer_faults, scheduler_faults
 from contracts.planted import failure
 from intarsia.testing.allocators import AllocatorContract
 from intarsia.testing.claims import claims
 from intarsia.testing.executors import ExecutorContract
+from intarsia.testing.quantizers import QuantizerContract
 from intarsia.testing.schedulers import SchedulerContract
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,7 @@ KINDS = {
     "schedulers": (SchedulerContract, scheduler_faults),
     "allocators": (AllocatorContract, allocator_faults),
     "executors": (ExecutorContract, executor_faults),
+    "quantizers": (QuantizerContract, quantizer_faults),
 }
 PLANTED = [
     pytest.param(planted.contract, fault, id=f"{kind}-{fault.part.__name__}")

@@ -1,5 +1,7 @@
 """The int4 quantizer by rounding to nearest, on its own and in engines. Clipping and AWQ: `test_int4_calibrated.py`."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,16 +9,36 @@ from hypothesis import strategies as st
 
 from engines import engine_of
 from intarsia import SamplingParams
-from intarsia.errors import CheckpointError, ConfigError
+from intarsia.errors import ConfigError
 from intarsia.ops import linear
 from intarsia.protocols import PartContext
-from intarsia.quantizing.integers import FORMATS, IntegerFormat
+from intarsia.quantizing.integers import IntegerFormat
+from intarsia.testing.quantizers import QuantizerContract
 from intarsia.types import dense
 from intarsia_cpu import linears
 from intarsia_int4 import provide_quantizers
 from intarsia_int4.options import Int4Options
 from intarsia_int4.rounding import quantize
 from models import tiny_llama
+
+
+class Contract(QuantizerContract):
+    def provider(self):
+        return provide_quantizers()[0]
+
+
+class TestGroups(Contract):
+    """Rounded to nearest, without zero points."""
+
+
+class TestZeroPoints(Contract):
+    options: ClassVar = {"group": 32, "zero_points": True}
+
+
+class TestClipped(Contract):
+    options: ClassVar = {"clip": True, "cache": False}
+    rounds_to_nearest = False
+
 
 formats = st.builds(IntegerFormat, st.just(4), st.sampled_from([32, 64, 128]), st.sampled_from(["none", "zero"]))
 
@@ -124,15 +146,6 @@ def test_numbers_that_have_a_place_in_the_format_are_kept_bit_for_bit():
         assert torch.equal(quantize("w", w, int4(32, offset), clip=clip).dequantize(), w)
 
 
-@pytest.mark.parametrize("options", [{}, {"clip": True}, {"zero_points": True}])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_that_are_none_are_refused_by_name(bad, options):
-    w = drawn(5, 9)
-    w[4, 8] = bad
-    with pytest.raises(CheckpointError, match=r"layers\.3\.out\.weight holds NaN or infinity"):
-        quantizer(**options).quantize("layers.3.out.weight", dense(w))
-
-
 @pytest.mark.parametrize("options", [{}, {"clip": True}, {"zero_points": True, "clip": True}])
 def test_large_weights_are_quantized_in_pieces_alike(monkeypatch, options):
     w = drawn(50, 33)
@@ -140,14 +153,6 @@ def test_large_weights_are_quantized_in_pieces_alike(monkeypatch, options):
     monkeypatch.setattr("intarsia_int4.rounding._CHUNK", 100)
     pieces = quantizer(**options).quantize("w", dense(w))
     assert all(torch.equal(whole.tensors[name], pieces.tensors[name]) for name in whole.tensors)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_weight_that_is_given_is_left_as_it_was(dtype):
-    w = drawn(9, 70).to(dtype)
-    before = w.clone()
-    quantizer(clip=True).quantize("w", dense(w))
-    assert torch.equal(w, before)
 
 
 # --- the part ---------------------------------------------------------------------------------------------------------
@@ -160,16 +165,6 @@ def test_it_takes_matrices_and_leaves_head_and_embedding():
     assert quantizer(head=True).accepts("head.weight", (8, 8))
     assert quantizer(embed=True).accepts("embed.weight", (8, 8))
     assert not quantizer(include=("layers.1.*",)).accepts("layers.0.qkv.weight", (8, 8))
-
-
-@settings(max_examples=20, deadline=None)
-@given(layout=formats, outs=st.integers(1, 9), ins=st.integers(1, 300), activations=st.sampled_from(["int8", "float"]))
-def test_bytes_and_format_are_as_announced(layout, outs, ins, activations):
-    q = quantizer(group=layout.group, zero_points=layout.offset == "zero", activations=activations)
-    weight = q.quantize("w", dense(drawn(outs, ins)))
-    assert q.format == weight.format.name == layout.name + ("_a16" if activations == "float" else "")
-    assert weight.format in FORMATS
-    assert weight.num_bytes == q.num_bytes("w", (outs, ins))
 
 
 @settings(max_examples=25, deadline=None)

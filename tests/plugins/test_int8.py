@@ -1,5 +1,7 @@
 """The int8 quantizer: rounding to nearest by rows, what it takes, what it refuses, and engines that run on it."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,9 +9,10 @@ from hypothesis import strategies as st
 
 from engines import engine_of
 from intarsia import SamplingParams
-from intarsia.errors import CheckpointError, ConfigError
+from intarsia.errors import ConfigError
 from intarsia.protocols import PartContext
 from intarsia.quantizing.integers import IntegerFormat
+from intarsia.testing.quantizers import QuantizerContract
 from intarsia.types import dense
 from intarsia_int8 import provide_quantizers
 from intarsia_int8.options import Int8Options
@@ -18,6 +21,24 @@ from models import tiny_llama
 
 ROWS = IntegerFormat(8)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+class Contract(QuantizerContract):
+    def provider(self):
+        return provide_quantizers()[0]
+
+
+class TestGroups(Contract):
+    """Q01 and Q03 are claims."""
+
+
+class TestRows(Contract):
+    options: ClassVar = {"group": 0}
+
+
+class TestWideGroupsOfBfloat16(Contract):
+    options: ClassVar = {"group": 128, "activations": "float"}
+    dtype = "bfloat16"
 
 
 def quantizer(**options):
@@ -97,35 +118,6 @@ def test_a_group_that_its_format_can_hold_comes_out_bit_for_bit():
     assert torch.equal(found.dequantize(), w)
 
 
-def odd_rows():
-    """Q01: a row of zeros, a column of zeros, a row too small for half floats, a row with one outlier."""
-    w = drawn(6, 130)
-    w[1] = 0
-    w[:, 7] = 0
-    w[2] *= 1e-6
-    w[3, 50] = 1e4
-    return w
-
-
-@pytest.mark.parametrize("group", [None, 32, 64, 128])
-def test_rows_of_zeros_and_tiny_ones_and_outliers_come_out_within_their_own_bounds(group):
-    w = odd_rows()
-    found = quantize("w", w, IntegerFormat(8, group)).dequantize()
-    assert found.isfinite().all()
-    assert not found[1].any() and not found[:, 7].any()
-    assert ((found - w).abs() <= w.abs().amax(1, keepdim=True) / 127).all()
-    assert (found[2] != 0).sum() > 100
-
-
-@pytest.mark.parametrize("group", [0, 32])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_that_are_none_are_refused_by_name(bad, group):
-    w = drawn(5, 9)
-    w[4, 8] = bad
-    with pytest.raises(CheckpointError, match=r"layers\.3\.qkv\.weight holds NaN or infinity"):
-        quantizer(group=group).quantize("layers.3.qkv.weight", dense(w))
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -160,28 +152,6 @@ def test_options_that_cannot_be_are_refused_where_they_stand(tmp_path, options, 
     with pytest.raises(ConfigError, match=message) as caught:
         engine_of(path, quantizer={"use": "int8", **options})
     assert caught.value.field == field
-
-
-def test_it_takes_matrices_and_the_head_and_leaves_the_embedding():
-    shape = (8, 8)
-    taken = {"layers.0.qkv.weight", "layers.0.down.weight", "layers.1.experts.0.down.weight", "head.weight"}
-    left = {"embed.weight", "positions.weight", "layers.1.router.weight"}
-    assert {name for name in taken | left if quantizer().accepts(name, shape)} == taken
-    assert not quantizer(head=False).accepts("head.weight", shape)
-    assert quantizer(embed=True).accepts("embed.weight", shape)
-    only = quantizer(include=("head.*", "layers.0.*"))
-    assert {name for name in taken | left if only.accepts(name, shape)} == taken - {"layers.1.experts.0.down.weight"}
-
-
-def test_bytes_are_as_announced_and_parts_are_parts():
-    w = drawn(30, 50)
-    weight = quantize("w", w)
-    assert weight.num_bytes == quantizer(group=0).num_bytes("w", (30, 50)) == 30 * 50 + 30 * 4
-    assert quantizer().num_bytes("w", (30, 50)) == 30 * 50 + 30 * 2 * 2
-    for dim, start, stop in [(0, 7, 20), (1, 3, 44)]:
-        part = weight.shard(dim, start, stop)
-        assert torch.equal(part.dequantize(), weight.dequantize().narrow(dim, start, stop - start))
-        assert part.shape == tuple(part.dequantize().shape)
 
 
 def test_large_weights_are_quantized_in_pieces_alike(monkeypatch):
