@@ -22,6 +22,7 @@ from intarsia.types import BatchPlan, SequenceId, Share, StepResult
 from intarsia_parallel.assembly import assemble, place_of
 from intarsia_parallel.channel import Listener, new_token
 from intarsia_parallel.checksums import Ledger
+from intarsia_parallel.partition import ParallelPartition
 from intarsia_parallel.pipeline import Pipeline
 from intarsia_parallel.plans import pack_plan, pack_result, read_result
 from intarsia_parallel.ranks import spawn
@@ -221,6 +222,10 @@ class ParallelExecutor:
             if self._pipeline is not None:
                 self._pipeline.stop()
                 self._pipeline = None
+            # The partition lives as long as the engine's parts, and a group listens as long as somebody holds it.
+            partition = self.context.partition
+            assert isinstance(partition, ParallelPartition)
+            partition.tensor.connect(None)
 
 
 def build(context: ExecutorContext) -> ParallelExecutor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import define, field
 
+from intarsia.ops import COLLECTIVES
 from intarsia.protocols import Drafter, DraftRequest, LogitsProcessor, SequenceProcessor, StepCost, Verified
 from intarsia.testing.composing import offered
 from intarsia.types import Draft, Entered, Provider, SamplingParams, SequenceId
@@ -114,4 +115,5 @@ def failing_runner() -> object:
     def build(_: Any) -> NoReturn:
         raise RuntimeError("the suite's runner fails to build")
 
-    return offered(runner=Provider(key=PROBE, summary="fails to build", build=build))
+    able = frozenset({*COLLECTIVES, "stages"})  # so that executors over ranks are not refused it
+    return offered(runner=Provider(key=PROBE, summary="fails to build", parallel=able, build=build))
