@@ -13,6 +13,7 @@ from intarsia.errors import InvalidRequestError
 from intarsia.preparing import Arrival, Processors
 from intarsia.prompts import Prompts
 from intarsia.protocols import Parts
+from intarsia.seams import Seams
 from intarsia.sequence import Sequence
 from intarsia.text import TextStream
 from intarsia.types import Request
@@ -41,16 +42,18 @@ class Arrivals:
         seeds = None if options.seed is None else random.Random(options.seed)  # noqa: S311
         return cls(Prompts(parts.tokenizer, parts.num_ids, options.max_model_len), Processors.of(parts), seeds)
 
-    def read(self, request: Request, parts: Parts) -> Arrival:
+    def read(self, request: Request, parts: Parts, seams: Seams) -> Arrival:
         """Check a request and make its sequences; the seeds are all that changes.
 
         Raises:
             InvalidRequestError: it cannot be run.
+            PluginError: the cache fails when asked whether it could ever hold it; names its plugin.
         """
         request = attrs.evolve(request, params=request.params.filled(parts.sampling))
         params, tokenizer = request.params, parts.tokenizer
         token_ids, max_total, stop_ids = self.prompts.read(request)
-        _check_fits(max_total, parts)
+        with seams.ask(parts, "cache", "capacity", request.request_id):
+            _check_fits(max_total, parts)
         seed = params.seed if params.seed is not None else self._draw_seed()
         now = time.perf_counter()
         sequences = [

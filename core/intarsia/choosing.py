@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 import torch
 from attrs import define, evolve, field
 
 from intarsia.demands import LogitsDemands, build_demands
 from intarsia.drafting import Drafting
-from intarsia.protocols import ExecutorContext, Target
+from intarsia.processing import logits_processors
+from intarsia.protocols import Drafter, ExecutorContext, Selection, Target
 from intarsia.sampling import Draw, Picked, Sampler, SampleRows, draw, draw_by
+from intarsia.times import Times
 from intarsia.types import (
     PENDING,
     BatchPlan,
@@ -25,7 +28,11 @@ from intarsia.types import (
     SequenceId,
     StepResult,
     TokenLogprobs,
+    Verify,
 )
+
+#: What the sampler is called where its seconds are counted.
+SAMPLER: Final = "core.sampler"
 
 
 @define
@@ -36,6 +43,7 @@ class TokenChoosing:
     _drafting: Drafting | None
     _demands: LogitsDemands = field()
     _sample_rows: SampleRows | None = None
+    _times: Times = field(factory=Times)
 
     def start(self, target: Target) -> None:
         """Let the drafter get ready: the weights are loaded, the cache is not made yet."""
@@ -55,7 +63,8 @@ class TokenChoosing:
             if self._drafting is not None:
                 self._drafting.forget(sequence_id)
         for entered in plan.entered:
-            self._sampler.enter(entered)
+            with self._times.at(SAMPLER):
+                self._sampler.enter(entered)
             if self._drafting is not None:
                 self._drafting.enter(entered)
 
@@ -76,7 +85,8 @@ class TokenChoosing:
 
     def pick(self, rows: Sequence[Row], logits_LV: torch.Tensor) -> Picked:
         """Choose on the device, in the place of `choose`, and wait for nothing."""
-        return self._sampler.pick(rows, logits_LV, self._sample_rows)
+        with self._times.at(SAMPLER):
+            return self._sampler.pick(rows, logits_LV, self._sample_rows)
 
     def choose(
         self, rows: Sequence[Row], bounds: Sequence[int], logits_of: Callable[[Demand], torch.Tensor]
@@ -92,12 +102,15 @@ class TokenChoosing:
             if demand.row in failed:
                 continue
             span = range(demand.first, demand.first + len(demand.rows_L))
-            found = self._sampler.score(rows[demand.row], span, logits)
+            with self._times.at(SAMPLER):
+                found = self._sampler.score(rows[demand.row], span, logits)
             scores[demand.row] += found
             if not found:
                 failed.add(demand.row)
         given = self._drafting.probabilities(rows) if self._drafting is not None else {}
-        results = self._sampler.choose(rows, logits_of(chosen), given)
+        logits = logits_of(chosen)
+        with self._times.at(SAMPLER):
+            results = self._sampler.choose(rows, logits, given)
         return [
             _with_scores(result, None if index in failed else tuple(scores[index]))
             for index, result in enumerate(results)
@@ -107,11 +120,15 @@ class TokenChoosing:
         """Let the drafter learn from the step and propose for the next; return the whole step's result."""
         drafting = self._drafting
         if drafting is None:
-            return StepResult(rows=tuple(results), target_s=target_s)
+            return StepResult(rows=tuple(results), target_s=target_s, spent=self._times.take())
         drafting.observe(rows, results, target_s)
         proposed = drafting.propose(rows, results, self._sampler.token_ids)
         return StepResult(
-            rows=tuple(proposed), target_s=target_s, draft_s=drafting.draft_s, draft_error=drafting.take_error()
+            rows=tuple(proposed),
+            target_s=target_s,
+            draft_s=drafting.draft_s,
+            draft_error=drafting.take_error(),
+            spent=self._times.take(),
         )
 
     def guess(
@@ -127,6 +144,11 @@ def _with_scores(result: RowResult, scores: tuple[TokenLogprobs, ...] | None) ->
     return evolve(result, prompt_logprobs=scores) if scores else result
 
 
+def _drafting(drafter: Drafter, num_ids: int, verify: Verify, times: Times, owner: Selection | None = None) -> Drafting:
+    title, name = (f"drafter {type(drafter).__name__}", "drafter") if owner is None else (owner.title, owner.name)
+    return Drafting(drafter, num_ids, verify == "rejection", title, name, times)
+
+
 def _draw(context: ExecutorContext) -> Draw:
     """Return how tokens are drawn: by a kernel where one was chosen for it."""
     sample_rows = context.ops.sample_rows
@@ -136,9 +158,11 @@ def _draw(context: ExecutorContext) -> Draw:
 def build_choosing(context: ExecutorContext) -> TokenChoosing:
     """Make the sampler, and what deals with the drafter where there is one."""
     verify, drafter = context.engine.verify, context.drafter
+    owner = next((selection for selection in context.selections if selection.slot == "drafter"), None)
     return TokenChoosing(
-        Sampler(context.num_ids, context.logits_processors, context.tokenizer, verify, _draw(context)),
-        None if drafter is None else Drafting(drafter, context.num_ids, verify == "rejection"),
+        Sampler(context.num_ids, logits_processors(context), context.tokenizer, verify, _draw(context)),
+        None if drafter is None else _drafting(drafter, context.num_ids, verify, context.times, owner),
         build_demands(context),
         context.ops.sample_rows,
+        context.times,
     )

@@ -238,6 +238,7 @@ class _Composer:
             build_stage=build_stage,
             build_choosing=build_choosing,
             build_demands=build_demands,
+            selections=tuple(chosen.selection() for chosen in select.chosen),
         )
         executor = select.one("executor", config.executor, executor_context)
         self._check_frontends(engine)

@@ -19,6 +19,7 @@ from attrs import define, evolve, field
 from intarsia.errors import IntarsiaError, PluginError
 from intarsia.protocols import Drafter, DraftRequest, StepCost, Target, Verified
 from intarsia.sampling.rejection import trusted
+from intarsia.times import Times
 from intarsia.types import Draft, Entered, Row, RowResult, SequenceId
 
 _log = logging.getLogger(__name__)
@@ -32,11 +33,16 @@ class Drafting:
         drafter: whom to ask.
         num_ids: ids from here on are never run.
         keeps_probabilities: whether what drafts were drawn from is read when they are verified.
+        title: what messages call it: the part, its plugin, distribution and version.
+        name: what it is called where `times` counts its seconds.
     """
 
     drafter: Drafter
     num_ids: int
     keeps_probabilities: bool
+    title: str = "drafter"
+    name: str = "drafter"
+    times: Times = field(factory=Times)
     _proposed: dict[SequenceId, Draft] = field(factory=dict, init=False)
     _draft_s: float = field(default=0.0, init=False)
     _error: str | None = field(default=None, init=False)
@@ -49,9 +55,7 @@ class Drafting:
         except IntarsiaError:
             raise
         except Exception as error:
-            raise PluginError(
-                f"drafter {type(self.drafter).__name__} failed to start: {type(error).__name__}: {error}"
-            ) from error
+            raise PluginError(f"{self.title} failed in start: {type(error).__name__}: {error}") from error
 
     def stop(self) -> None:
         """Let the drafter free what it took."""
@@ -164,9 +168,10 @@ class Drafting:
     def _excused(self, doing: str) -> Iterator[None]:
         """Let a step go on without the drafter, and report what it failed with."""
         try:
-            yield
+            with self.times.at(self.name):
+                yield
         except Exception as error:
-            self._error = f"drafter {type(self.drafter).__name__} failed in {doing}: {type(error).__name__}: {error}"
+            self._error = f"{self.title} failed in {doing}: {type(error).__name__}: {error}"
             if not self._logged:
                 _log.exception("%s; steps go on without its guesses, and this is logged once", self._error)
                 self._logged = True

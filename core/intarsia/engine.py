@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from intarsia.arrivals import Arrivals
 from intarsia.completions import collect
 from intarsia.compose import compose
 from intarsia.config import load_config
-from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, OverloadedError
+from intarsia.errors import ExecutionError, InvalidRequestError, OverloadedError
 from intarsia.explain import explain
 from intarsia.flight import Flight, Step
 from intarsia.lookahead import Lookahead, look_ahead
@@ -36,6 +36,7 @@ from intarsia.plugins import Registry
 from intarsia.preemption import Preemption
 from intarsia.preparing import Arrival, Preparation, Preparing
 from intarsia.protocols import Parts, Progress
+from intarsia.seams import Seam, Seams
 from intarsia.sequence import Sequence
 from intarsia.speculation import Speculation
 from intarsia.streams import Stream
@@ -82,9 +83,11 @@ class Engine:
     _preemption: Preemption = field(init=False)
     _stalled: int = field(default=0, init=False)
     _closed: str | None = field(default=None, init=False)
+    _seams: Seams = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._arrivals = Arrivals.of(self.parts)
+        self._seams = Seams(self._observers.times, self._give_up)
         names = ("steps", "prompt_tokens", "generated_tokens", "finished", "aborted", "failed", "discarded_rows")
         self._counts = dict.fromkeys(names, 0)
         self._lookahead = look_ahead(self.parts)
@@ -115,10 +118,13 @@ class Engine:
         registry = Registry.discover(loaded.engine.plugins, plugins)
         engine = cls(loaded, compose(loaded, registry), Observers(registry))
         try:
-            engine.parts.executor.start(progress or _no_progress)
+            with engine._seams.ask(engine.parts, "executor", "start"):
+                engine.parts.executor.start(progress or _no_progress)
         except BaseException:
-            engine.parts.executor.stop()
+            with suppress(Exception):  # what ended the start is told, not what that led to
+                engine.parts.executor.stop()
             raise
+        engine._seams.times.take()
         engine._observers.tell("engine_started", engine=engine, parts=engine.parts)
         return engine
 
@@ -255,13 +261,14 @@ class Engine:
             raise InvalidRequestError(
                 f"request_id: {request.request_id!r} is in use by a request that is not finished", field="request_id"
             )
-        return self._arrivals.read(request, self.parts)
+        return self._arrivals.read(request, self.parts, self._seams)
 
     def _enter(self, group: SequenceABC[Sequence], *, claimed: bool) -> None:
         """Hand a request's sequences to the scheduler: all of them, or none."""
         try:
             for sequence in group:
-                self.parts.scheduler.add(sequence)
+                with self._seams.ask(self.parts, "scheduler", "add", sequence.request.request_id):
+                    self.parts.scheduler.add(sequence)
                 self._sequences[sequence.sequence_id] = sequence
                 self._groups.setdefault(sequence.request.request_id, []).append(sequence)
         except BaseException:
@@ -295,14 +302,16 @@ class Engine:
     def _step(self, *awaited: Preparation) -> None:
         """Fill the flight and collect the oldest step. Where nothing can run, wait a little for what comes first."""
         self._check_open()
-        refused = self._enter_prepared()
-        while len(self._flight) < self._lookahead.depth and self._launch():
-            pass
-        if self._flight:
-            self._land()
-            if not (self._sequences or self._flight):
-                self._rest()
-        elif not (self._sequences or refused):
+        with self._seams.loop():
+            refused = self._enter_prepared()
+            while len(self._flight) < self._lookahead.depth and self._launch():
+                pass
+            waits = not (self._flight or self._sequences or refused)
+            if self._flight:
+                self._land()
+                if not (self._sequences or self._flight):
+                    self._rest()
+        if waits:
             self._preparing.wait(awaited)
 
     def _launch(self) -> bool:
@@ -326,6 +335,7 @@ class Engine:
         step = self._flight.take()
         with self._answerable("executor", "a step"):
             result = self.parts.executor.collect()
+        self._seams.take(self.parts, result)
         if not step.plan.rows:
             return
         plan, result = step.brought(result, lambda s: self._sequences.get(s.sequence_id) is s)
@@ -333,7 +343,8 @@ class Engine:
         self._counts["steps"] += 1
         self._counts["discarded_rows"] += len(step.plan.rows) - len(plan.rows)
         self._speculation.count(plan, result)
-        self._preemption.observe(step.plan, result)
+        with self._answerable("cache", "price"):
+            self._preemption.observe(step.plan, result)
         seconds = self._flight.seconds(step)
         if self._observers.watches("step_finished"):
             self._observers.tell("step_finished", result=result, outputs=tuple(outputs), seconds=seconds)
@@ -361,19 +372,12 @@ class Engine:
         for row in plan.rows:
             self._sequences[row.sequence_id].begin(row, now)
 
-    @contextmanager
-    def _answerable(self, slot: str, doing: str) -> Iterator[None]:
-        """Name the part that fails in the middle of a step. What it left half done closes the engine for good."""
-        try:
-            yield
-        except Exception as error:
-            chosen = self.parts.selection(slot)
-            owner = f"plugin {chosen.plugin!r} ({chosen.distribution} {chosen.version})"
-            what = f"{type(error).__name__}: {error}"
-            self._closed = f"{slot} {chosen.provider.key!r} of {owner} failed in {doing}: {what}"
-            if isinstance(error, IntarsiaError):
-                raise
-            raise ExecutionError(self._closed) from error
+    def _answerable(self, slot: str, doing: str, request_id: str | None = None) -> Seam:
+        """Return the block of a call in the middle of a step: what fails there is named, and closes the engine."""
+        return self._seams.step(self.parts, slot, doing, request_id)
+
+    def _give_up(self, why: str) -> None:
+        self._closed = self._closed or why
 
     def _accept(self, plan: BatchPlan, result: StepResult) -> list[Output]:
         """Let each sequence take its tokens, then tell the cache's books and the scheduler."""
@@ -384,9 +388,10 @@ class Engine:
             if output is not None:
                 outputs.append(output)
                 self._counts["generated_tokens"] += len(output.token_ids)
-        with self._answerable("cache", "commit"):
+        with self._answerable("cache", "commit") as seam:
             for row_result in result.rows:
                 sequence = self._sequences[row_result.sequence_id]
+                seam.request_id = row_result.sequence_id[0]
                 if row_result.error is None:
                     self.parts.cache.commit(sequence.sequence_id, sequence.token_ids, sequence.num_computed)
         with self._answerable("scheduler", "update"):
@@ -404,7 +409,9 @@ class Engine:
         self._inboxes.get(output.request_id, self._unclaimed).append(output)
 
     def _remove(self, sequence: Sequence) -> None:
-        self.parts.scheduler.remove(sequence.sequence_id)
+        if self._closed is None:
+            with self._answerable("scheduler", "remove", sequence.request.request_id):
+                self.parts.scheduler.remove(sequence.sequence_id)
         if self._sequences.pop(sequence.sequence_id, None) is not None:
             group = self._groups[sequence.request.request_id]
             group.remove(sequence)
@@ -437,16 +444,21 @@ class Engine:
         """Return figures: sequences by state, steps and tokens so far, the cache's books.
 
         `preemption` is what `intarsia.preemption` counts; with a drafter there is also `speculation`, see
-        `intarsia.speculation`.
+        `intarsia.speculation`. `time` is where it went: part, as `slot.key`, -> `seconds`, `calls` and `share`, each
+        its own, without what it calls of others. `observers` says who observes, and who was disabled for what.
         """
-        scheduler = self.parts.scheduler
+        scheduler, cache = self.parts.scheduler, self.parts.cache
+        with self._seams.ask(self.parts, "scheduler", "num_waiting or num_running"):
+            queues = {"waiting": scheduler.num_waiting, "running": scheduler.num_running}
+        with self._seams.ask(self.parts, "cache", "stats"):
+            books = {"cache": attrs.asdict(cache.stats()), "preemption": self._preemption.stats()}
         figures = {
             "preparing": len(self._preparing),
-            "waiting": scheduler.num_waiting,
-            "running": scheduler.num_running,
+            **queues,
             **self._counts,
-            "cache": attrs.asdict(self.parts.cache.stats()),
-            "preemption": self._preemption.stats(),
+            **books,
+            "observers": self._observers.report(),
+            "time": self._seams.times.table(),
         }
         if self.parts.drafter is not None:
             figures["speculation"] = self._speculation.stats(self.parts)
@@ -483,7 +495,8 @@ class Engine:
         self._groups.clear()
         self._preparing.clear()
         self._inboxes.clear()
-        self.parts.executor.stop()
+        with self._seams.ask(self.parts, "executor", "stop"):
+            self.parts.executor.stop()
 
     def __enter__(self) -> Self:
         return self

@@ -29,9 +29,11 @@ class IntarsiaError(Exception):
     Attributes:
         code: a stable word for programs.
         field: the path of the input at fault (`sampling.top_p`, `cache.page_size`), or None.
+        owner: the part that raised it while an engine ran: its slot, key, plugin, distribution and version; or None.
     """
 
     code = "internal"
+    owner: str | None = None
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)

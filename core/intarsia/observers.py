@@ -1,23 +1,39 @@
-"""Telling plugins what happened. An observer that fails is logged once, never asked again, and harms no request."""
+"""Telling plugins what happened. An observer that fails is told of once, never asked again, and harms no request.
+
+Observers run on the engine's own thread: what they take is counted, and one that takes long is named in the log.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
-from attrs import define, field
+import pluggy
+from attrs import Factory, define, field
 
-from intarsia.plugins import Registry
+from intarsia.hookspecs import OBSERVERS
+from intarsia.plugins import Plugin, Registry
+from intarsia.times import Times
 
 _log = logging.getLogger(__name__)
+#: Seconds of one call that are too many, and told once.
+_SLOW_S = 1.0
 
 
 @define
 class Observers:
-    """Calls the observing hooks of the plugins that implement them; costs nothing where nobody does."""
+    """Calls the observing hooks of the plugins that implement them; costs nothing where nobody does.
+
+    Attributes:
+        times: seconds and calls, of each as `observer.<plugin>`.
+    """
 
     _registry: Registry
-    _failed: set[tuple[str, str]] = field(factory=set, init=False)
+    times: Times = Factory(Times)
+    #: hook and plugin -> what it failed with
+    _failed: dict[tuple[str, str], str] = field(factory=dict, init=False)
+    _slow: set[tuple[str, str]] = field(factory=set, init=False)
 
     def watches(self, hook: str) -> bool:
         """Whether anybody implements a hook."""
@@ -26,13 +42,42 @@ class Observers:
     def tell(self, hook: str, **facts: Any) -> None:
         """Call each plugin's implementation with the arguments that it takes."""
         for implementation in getattr(self._registry.hook, hook).get_hookimpls():
-            key = hook, implementation.plugin_name
-            if key in self._failed:
-                continue
-            try:
+            if (hook, implementation.plugin_name) not in self._failed:
+                self._tell(hook, implementation, facts)
+
+    def _tell(self, hook: str, implementation: pluggy.HookImpl, facts: dict[str, Any]) -> None:
+        key, begun = (hook, implementation.plugin_name), time.perf_counter()
+        try:
+            with self.times.at(f"observer.{implementation.plugin_name}"):
                 if implementation.wrapper or implementation.hookwrapper:
                     raise TypeError("an observer has nothing to wrap")
                 implementation.function(**{name: facts[name] for name in implementation.argnames})
-            except Exception:
-                self._failed.add(key)
-                _log.exception("plugin %r failed in %s and is not asked again", implementation.plugin_name, hook)
+        except (Exception, SystemExit) as error:
+            self._failed[key] = f"{type(error).__name__}: {error}"
+            _log.exception("%s failed in %s and is not asked again", self._owner(implementation), hook)
+        took = time.perf_counter() - begun
+        if took > _SLOW_S and key not in self._slow:
+            self._slow.add(key)
+            _log.warning("%s took %.1f s in %s, and all requests wait for it", self._owner(implementation), took, hook)
+
+    def _owner(self, implementation: pluggy.HookImpl) -> Plugin:
+        return next(plugin for plugin in self._registry.plugins if plugin.module is implementation.plugin)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return who observes what, as plain data.
+
+        Keys of each: `hook`; `plugin`, `distribution`, `version`: whose it is; `disabled`: what it failed with, since
+        which it is not asked any more, or None.
+        """
+        return [
+            {
+                "hook": hook,
+                "plugin": plugin.name,
+                "distribution": plugin.distribution,
+                "version": plugin.version,
+                "disabled": self._failed.get((hook, implementation.plugin_name)),
+            }
+            for hook in OBSERVERS
+            for implementation in getattr(self._registry.hook, hook).get_hookimpls()
+            for plugin in [self._owner(implementation)]
+        ]

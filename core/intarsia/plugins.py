@@ -55,6 +55,11 @@ class Offer:
     provider: Provider
     plugin: Plugin
 
+    @property
+    def title(self) -> str:
+        """What messages call the part once it runs, as `Selection.title` does."""
+        return f"{self.kind.slot} {self.provider.key!r} of {self.plugin}"
+
 
 @frozen
 class Registry:

@@ -6,13 +6,16 @@ Shape legend: T tokens, R rows, L rows of logits, E embed, V vocab.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from attrs import define, evolve, field
 
+from intarsia.errors import ExecutionError, IntarsiaError, PluginError
 from intarsia.models.cache import TensorCache
 from intarsia.models.weights import Weights, load_weights
+from intarsia.owners import Owned, kernels_of, named, owned_by
 from intarsia.protocols import CacheStorage, ExecutorContext, PreparingRunner, Progress, Runner, SwappingStorage
 from intarsia.types import CacheLayout, CacheMove, ForwardBatch, Row, Want
 
@@ -58,11 +61,19 @@ def forward_batch(
 
 @define
 class ModelStage:
-    """What `intarsia.protocols.Stage` asks for, around the runner that composition chose."""
+    """What `intarsia.protocols.Stage` asks for, around the runner that composition chose.
+
+    A part that fails here is named, on whatever rank that is, and what it takes is counted in the context's times.
+    """
 
     context: ExecutorContext
     _runner: Runner | None = field(default=None, init=False)
     _cache: CacheStorage | None = field(default=None, init=False)
+    _names: dict[str, str] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        chosen = {selection.slot: selection.name for selection in self.context.selections}
+        self._names = {slot: chosen.get(slot, slot) for slot in ("attention", "runner")}
 
     @property
     def device(self) -> torch.device:
@@ -84,16 +95,33 @@ class ModelStage:
         context, engine = self.context, self.context.engine
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
-        weights = load_weights(
-            context.checkpoint,
-            context.weight_map,
-            dtype=getattr(torch, engine.dtype),
-            device=self.device,
-            quantizers=context.quantizers,
-            ops=context.ops,
-            progress=progress,
-        )
+        with self._named(PluginError):
+            weights = load_weights(
+                context.checkpoint,
+                context.weight_map,
+                dtype=getattr(torch, engine.dtype),
+                device=self.device,
+                quantizers=context.quantizers,
+                ops=context.ops,
+                progress=progress,
+            )
         self._runner = context.build_runner(self._renumbered(weights))
+
+    def _named(self, error_class: type[IntarsiaError] = ExecutionError) -> AbstractContextManager[None]:
+        # Where ranks share the model, torch's own errors can be the fault of a neighbour: the executor tells.
+        return named(self._owned, error_class, *(() if self.context.partition is None else (RuntimeError,)))
+
+    def _owned(self) -> list[Owned]:
+        context = self.context
+        made = {"cache": self._cache} if context.make_storage is not None else {}
+        return owned_by(
+            context.selections,
+            loader=context.checkpoint,
+            quantizer=context.quantizers,
+            attention=context.attention,
+            runner=self._runner,
+            **made,
+        ) + kernels_of(context.selections, context.ops)
 
     def _renumbered(self, weights: Weights) -> Weights:
         """Number the layers as the runner does, from 0; quantizers and messages know them by the whole model's."""
@@ -108,31 +136,39 @@ class ModelStage:
         make = context.make_storage or partial(
             TensorCache.allocate, context.layout, num_host_pages=context.num_host_pages
         )
-        self._cache = make(context.num_pages + num_scratch, self.device)
+        with self._named(PluginError):
+            self._cache = make(context.num_pages + num_scratch, self.device)
 
     def batch(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> ForwardBatch:
         """Lay rows with these ids out, and let the attention backend prepare for them."""
         context = self.context
         batch = forward_batch(rows, ids, context.layout, self.device)
-        preparing = self._runner if isinstance(self._runner, PreparingRunner) else context.attention
-        return evolve(batch, attention=preparing.prepare(batch, context.layout))
+        slot, preparing = "attention", context.attention
+        if isinstance(self._runner, PreparingRunner):
+            slot, preparing = "runner", self._runner
+        with self._named(), context.times.at(self._names[slot]):
+            return evolve(batch, attention=preparing.prepare(batch, context.layout))
 
     def run(
         self, batch: ForwardBatch, hidden_TE: torch.Tensor | None = None, num_layers: int | None = None
     ) -> torch.Tensor:
         """Run the first layers, or all; return the residual stream (T, E)."""
         assert self._runner is not None and self._cache is not None, "load() and allocate() come first"
-        return self._runner.run(batch, self._cache, range(num_layers or self.num_layers), hidden_TE)
+        with self._named(), self.context.times.at(self._names["runner"]):
+            return self._runner.run(batch, self._cache, range(num_layers or self.num_layers), hidden_TE)
 
     def logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Return fp32 logits (L, V) of the ids that are here."""
         assert self._runner is not None, "load() comes first"
-        return self._runner.logits(hidden_TE, torch.as_tensor(rows_L, dtype=torch.int64, device=self.device))
+        indices_L = torch.as_tensor(rows_L, dtype=torch.int64, device=self.device)
+        with self._named(), self.context.times.at(self._names["runner"]):
+            return self._runner.logits(hidden_TE, indices_L)
 
     def move(self, moves: Sequence[CacheMove]) -> None:
         """Do a plan's cache work."""
         assert self._cache is not None, "allocate() comes first"
-        self._cache.move(moves)
+        with self._named():
+            self._cache.move(moves)
 
     def take_swapped(self) -> tuple[int, float]:
         """Return bytes copied between device and host since this was asked last, and the seconds that took."""

@@ -108,7 +108,8 @@ def pack_result(result: StepResult) -> bytes:
         )
         for row in result.rows
     ]
-    return _pack([rows, result.target_s, result.draft_s, result.draft_error, result.swapped, result.swap_s])
+    spent = [(name, seconds, calls) for name, (seconds, calls) in result.spent.items()]
+    return _pack([rows, result.target_s, result.draft_s, result.draft_error, result.swapped, result.swap_s, spent])
 
 
 def read_result(data: bytes) -> StepResult:
@@ -118,7 +119,7 @@ def read_result(data: bytes) -> StepResult:
         ExecutionError: they are none; says what is wrong with them.
     """
     with _Reading("result"):
-        rows, target_s, draft_s, draft_error, swapped, swap_s = _fields(_unpack(data), "result", 6)
+        rows, target_s, draft_s, draft_error, swapped, swap_s, spent = _fields(_unpack(data), "result", 7)
         return StepResult(
             rows=tuple(_read_row_result(each) for each in _list(rows, "rows")),
             target_s=_typed(target_s, float, "target_s"),
@@ -126,6 +127,7 @@ def read_result(data: bytes) -> StepResult:
             draft_error=_text_or_none(draft_error, "draft_error"),
             swapped=_count(swapped, "swapped"),
             swap_s=_typed(swap_s, float, "swap_s"),
+            spent=dict(_read_spent(each) for each in _list(spent, "spent")),
         )
 
 
@@ -219,6 +221,11 @@ def _read_row_result(data: Any) -> RowResult:
         drafts=_read_ids(drafts, "row.drafts"),
         error=_text_or_none(error, "row.error"),
     )
+
+
+def _read_spent(data: Any) -> tuple[str, tuple[float, int]]:
+    name, seconds, calls = _fields(data, "spent", 3)
+    return _typed(name, str, "spent"), (_typed(seconds, float, "spent"), _count(calls, "spent"))
 
 
 def _write_logprobs(entries: Sequence[TokenLogprobs]) -> list[Any]:

@@ -167,13 +167,14 @@ def test_a_result_is_read_as_it_was_sent_to_the_last_bit():
         draft_error="the drafter failed",
         swapped=1 << 40,
         swap_s=0.25,
+        spent={"runner.eager": (third, 7), "core.sampler": (0.0, 0)},
     )
     assert read_result(pack_result(result)) == result
 
 
 def test_what_is_no_result_is_refused():
     data = pack_result(StepResult(rows=(RowResult(sequence_id=("r", 0)),)))
-    for spoilt in (data[:-1], b"", msgpack.packb([[], 0.0, 0.0]), msgpack.packb([[["r", 0]], 0.0, 0.0, None, 0, 0.0])):
+    for spoilt in (data[:-1], b"", msgpack.packb([[], 0.0, 0.0]), msgpack.packb([[["r", 0]], 0.0, 0.0, None, 0, 0.0, []])):
         with pytest.raises(ExecutionError, match="result: it cannot be read"):
             read_result(spoilt)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
+from intarsia.cli.answerable import answerable
 from intarsia.cli.calibrate import calibrate
 from intarsia.cli.chat import chat
 from intarsia.cli.evaluate import evaluate
@@ -110,7 +113,13 @@ def _build(offer: Offer) -> click.Command:
         ) from error
     if not isinstance(command, click.Command):
         raise PluginError(f"{offer.plugin}: command {provider.key!r} is {command!r}, not a click command")
+    command.invoke = partial(_invoke, offer, command.invoke)  # type: ignore[method-assign]
     return command
+
+
+def _invoke(offer: Offer, invoke: Callable[[click.Context], Any], context: click.Context) -> Any:
+    with answerable(offer, "run"):
+        return invoke(context)
 
 
 def _compose(config: EngineConfig) -> Parts:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from attrs import evolve
 
+from intarsia.cli.answerable import answerable
 from intarsia.cli.loading import check_model, loading
 from intarsia.cli.options import config_options
 from intarsia.cli.signals import Signals
@@ -38,7 +39,9 @@ def serve(signals: Signals, *, config: EngineConfig, bind: str | None) -> None:
     choice = _choice(config, registry)
     if bind is not None:
         choice = evolve(choice, options={**choice.options, "bind": bind})
-    _frontend(evolve(config, frontend=(choice,)), registry).serve()
+    frontend = _frontend(evolve(config, frontend=(choice,)), registry)
+    with answerable(registry.find("frontend", choice.use), "serve"):
+        frontend.serve()
 
 
 def _choice(config: EngineConfig, registry: Registry) -> Choice:

@@ -48,6 +48,16 @@ class Selection:
     reason: str
     options: Any
 
+    @property
+    def name(self) -> str:
+        """What tables call the part: `scheduler.inflight`."""
+        return f"{self.slot}.{self.provider.key}"
+
+    @property
+    def title(self) -> str:
+        """What messages call it: `scheduler 'inflight' of plugin 'inflight' (intarsia 0.1.0)`."""
+        return f"{self.slot} {self.provider.key!r} of plugin {self.plugin!r} ({self.distribution} {self.version})"
+
 
 @frozen(kw_only=True)
 class Parts:

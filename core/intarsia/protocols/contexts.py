@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import Factory, frozen
 
 from intarsia.protocols.choosing import Drafter, LogitsProcessor
-from intarsia.protocols.composition import Parts
+from intarsia.protocols.composition import Parts, Selection
 from intarsia.protocols.execution import Choosing, Demands, Stage
 from intarsia.protocols.forward import AttentionBackend, CacheStorage, Runner
 from intarsia.protocols.model import Quantizer
 from intarsia.protocols.serving import EngineHandle
+from intarsia.times import Times
 from intarsia.types import (
     CacheLayout,
     Checkpoint,
@@ -237,6 +238,8 @@ class ExecutorContext(PartContext):
         pinned_memory: a `cache.memory` that gives every rank as many pages as this one.
         build_stage, build_choosing, build_demands: make, from this context, what an executor drives.
         make_storage: makes the cache's tensors where the allocator does so itself, see `StorageMaker`; else None.
+        selections: whose the parts above are.
+        times: where what an executor drives counts its seconds; `Choosing.finish` tells them.
         num_host_pages: pages of each group that swapped-out sequences can have in host memory.
     """
 
@@ -257,6 +260,8 @@ class ExecutorContext(PartContext):
     build_demands: Callable[[ExecutorContext], Demands]
     make_storage: Callable[[int, torch.device], CacheStorage] | None = None
     num_host_pages: int = 0
+    selections: tuple[Selection, ...] = ()
+    times: Times = Factory(Times)
 
 
 @frozen(kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from attrs import frozen
 
+from intarsia.errors import IntarsiaError
 from intarsia.protocols import LogitsProcessor
 from intarsia.sampling.arithmetic import FAILED, likeliest
 from intarsia.sampling.bans import ban, lift
@@ -97,6 +98,8 @@ def _process(task: Task, logits_LV: torch.Tensor) -> tuple[int, str] | None:
 
 def blame(processor: LogitsProcessor, error: Exception) -> str:
     """Say whose processor failed, and how."""
+    if isinstance(error, IntarsiaError) and error.owner is not None:
+        return str(error)
     return f"logits processor {type(processor).__name__}: {type(error).__name__}: {error}"
 
 

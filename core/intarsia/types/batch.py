@@ -8,10 +8,11 @@ Shape legend: T tokens of the step, R rows, L rows of logits wanted, P pages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from intarsia.types.request import SamplingParams, TokenLogprobs
 
@@ -210,6 +211,8 @@ class StepResult:
         swapped: bytes that were copied between device and host, of copies that are known to be over since the step
             before, on the rank that chooses.
         swap_s: seconds that these took.
+        spent: part, as `slot.key`, -> its own seconds and calls since the step before, of the parts that this executor
+            drives where it chooses; empty where it does not say.
     """
 
     rows: tuple[RowResult, ...] = field(default=())
@@ -218,3 +221,4 @@ class StepResult:
     draft_error: str | None = None
     swapped: int = 0
     swap_s: float = 0.0
+    spent: Mapping[str, tuple[float, int]] = Factory(dict)

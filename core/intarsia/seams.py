@@ -1,0 +1,114 @@
+"""Where the engine calls a part: a part that fails there is named, and what it takes is counted.
+
+What a part raises that is no `IntarsiaError` becomes one that names the part, its plugin, distribution and version,
+what it was doing and the request where there is one. `IntarsiaError`s pass as they are, with the part in their `owner`;
+`KeyboardInterrupt` and its like pass untouched. Whose fault it is, the traceback says: an allocator that fails within a
+scheduler's `plan` is named, not the scheduler.
+
+Two kinds of calls are told apart. What is asked for one request, or for figures, ends that alone: a PluginError. What
+fails in the middle of a step leaves books or cache half written: an ExecutionError, and the engine runs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from attrs import define, field
+
+from intarsia.errors import ExecutionError, IntarsiaError, PluginError
+from intarsia.owners import Fault, engine_parts, find_fault
+from intarsia.protocols import Parts, Selection
+from intarsia.times import Span, Times
+from intarsia.types import StepResult
+
+#: What the step loop itself takes, and the parts of the core that are no slot's.
+LOOP = "core.loop"
+
+
+@define
+class Seams:
+    """Calls from an engine to its parts.
+
+    Attributes:
+        times: seconds and calls by part.
+    """
+
+    times: Times
+    #: told why the engine runs nothing more
+    _close: Callable[[str], None]
+    _selections: tuple[Selection, ...] = field(default=(), init=False)
+    _names: dict[str, str] = field(factory=dict, init=False)
+
+    def step(self, parts: Parts, slot: str, doing: str, request_id: str | None = None) -> Seam:
+        """Return the block of a call in the middle of a step: what fails in it closes the engine."""
+        return Seam(parts, slot, doing, self._span(parts, slot), self._close, request_id)
+
+    def ask(self, parts: Parts, slot: str, doing: str, request_id: str | None = None) -> Seam:
+        """Return the block of a call that the engine outlives, for a request or for figures."""
+        return Seam(parts, slot, doing, self._span(parts, slot), None, request_id)
+
+    def loop(self) -> Span:
+        """Return the block of the engine's own work."""
+        return self.times.at(LOOP)
+
+    def take(self, parts: Parts, result: StepResult) -> None:
+        """Take what an executor says of the parts that it drives."""
+        if result.spent:
+            self.times.merge(result.spent, within=self._name(parts, "executor"))
+
+    def _span(self, parts: Parts, slot: str) -> Span:
+        return self.times.at(self._name(parts, slot))
+
+    def _name(self, parts: Parts, slot: str) -> str:
+        if parts.selections is not self._selections:  # a part was replaced
+            self._selections = parts.selections
+            self._names = {selection.slot: selection.name for selection in reversed(parts.selections)}
+        return self._names[slot]
+
+
+@define(eq=False)
+class Seam:
+    """One call of a part, as a context manager.
+
+    Attributes:
+        request_id: whom it is for, once that is known.
+    """
+
+    _parts: Parts
+    _slot: str
+    _doing: str
+    _span: Span
+    _close: Callable[[str], None] | None
+    request_id: str | None
+
+    def __enter__(self) -> Seam:
+        self._span.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._span.__exit__(kind, error, trace)
+        if isinstance(error, Exception):
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Raise the error that names the part; return where `error` itself says all."""
+        fault = self._fault(error)
+        message = fault.says(error, self.request_id)
+        if isinstance(error, IntarsiaError):
+            # What an inner part was blamed with already says more.
+            message = str(error) if error.owner is not None else message
+            error.owner = error.owner or fault.owner.title
+        if self._close is not None:
+            self._close(message)
+        if not isinstance(error, IntarsiaError):
+            raised = (PluginError if self._close is None else ExecutionError)(message)
+            raised.owner = fault.owner.title
+            raise raised from error
+
+    def _fault(self, error: Exception) -> Fault:
+        asked = Fault(self._parts.selection(self._slot), self._doing)
+        found = find_fault(error, engine_parts(self._parts))
+        return asked if found is None or found.owner is asked.owner else found
