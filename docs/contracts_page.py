@@ -13,9 +13,16 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
 
-from contracts import allocator_faults, executor_faults, quantizer_faults, scheduler_faults  # noqa: E402
+from contracts import (  # noqa: E402
+    allocator_faults,
+    drafter_faults,
+    executor_faults,
+    quantizer_faults,
+    scheduler_faults,
+)
 from intarsia.testing.allocators import AllocatorContract  # noqa: E402
 from intarsia.testing.claims import claims  # noqa: E402
+from intarsia.testing.drafters import DrafterContract  # noqa: E402
 from intarsia.testing.executors import ExecutorContract  # noqa: E402
 from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
 from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
@@ -47,6 +54,7 @@ SUITES = (
     ("Cache allocators", "intarsia.testing.allocators", AllocatorContract, allocator_faults.FAULTS),
     ("Executors", "intarsia.testing.executors", ExecutorContract, executor_faults.FAULTS),
     ("Quantizers", "intarsia.testing.quantizers", QuantizerContract, quantizer_faults.FAULTS),
+    ("Drafters", "intarsia.testing.drafters", DrafterContract, drafter_faults.FAULTS),
 )
 
 

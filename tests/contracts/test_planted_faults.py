@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from contracts import allocator_faults, executor_faults, quantizer_faults, scheduler_faults
+from contracts import (
+    allocator_faults,
+    drafter_faults,
+    executor_faults,
+    quantizer_faults,
+    scheduler_faults,
+)
 from contracts.planted import failure
 from intarsia.testing.allocators import AllocatorContract
 from intarsia.testing.claims import claims
+from intarsia.testing.drafters import DrafterContract
 from intarsia.testing.executors import ExecutorContract
 from intarsia.testing.quantizers import QuantizerContract
 from intarsia.testing.schedulers import SchedulerContract
@@ -20,6 +27,7 @@ KINDS = {
     "allocators": (AllocatorContract, allocator_faults),
     "executors": (ExecutorContract, executor_faults),
     "quantizers": (QuantizerContract, quantizer_faults),
+    "drafters": (DrafterContract, drafter_faults),
 }
 PLANTED = [
     pytest.param(planted.contract, fault, id=f"{kind}-{fault.part.__name__}")

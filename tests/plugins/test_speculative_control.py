@@ -353,52 +353,10 @@ def test_the_inputs_of_the_rule_are_in_the_figures(tiny):
     assert own["accepted"] <= own["drafted"] and own["drafting_steps"] <= own["steps"]
 
 
-# --- the contract finds what breaks it --------------------------------------------------------------------------------
+# --- the contract asks for no sense -----------------------------------------------------------------------------------
 
 
-class _Greedy(Drafter):
-    def propose(self, requests):
-        return [Draft((1,) * (request.wanted + 1)) for request in requests]
-
-
-class _Failing(Drafter):
-    def propose(self, requests):
-        raise RuntimeError("no")
-
-
-class _Short(Drafter):
-    def propose(self, requests):
-        return [Draft((1,)) for _ in requests[1:]]
-
-
-class _Odd(_Greedy):
-    def propose(self, requests):
-        return [Draft() for _ in requests]
-
-    def stats(self):
-        return {"by_size": {1: 2}}
-
-
-@pytest.mark.parametrize(
-    ("drafter", "test"),
-    [
-        (_Greedy, "test_drafts_change_no_answer"),
-        (_Failing, "test_drafts_change_no_answer_of_one_sequence"),
-        (_Short, "test_drafts_change_no_answer"),
-        (_Failing, "test_an_id_can_be_used_again"),
-        (_Odd, "test_figures_are_plain_data"),
-    ],
-)
-def test_the_contract_finds_a_drafter_that_breaks_it(tmp_path, drafter, test):
-    class Contract(DrafterContract):
-        def provider(self):
-            return Provider(key="wrong", summary="wrong", build=lambda _: drafter())
-
-    with pytest.raises(AssertionError):
-        getattr(Contract(), test)(tmp_path)
-
-
-def test_the_contract_finds_nothing_wrong_with_a_drafter_that_says_anything_of_the_right_length(tmp_path):
+def test_the_contract_finds_nothing_wrong_with_a_drafter_that_says_anything_of_the_right_length():
     class Anything(Drafter):
         def propose(self, requests):
             rng = random.Random(len(requests))
@@ -408,4 +366,4 @@ def test_the_contract_finds_nothing_wrong_with_a_drafter_that_says_anything_of_t
         def provider(self):
             return Provider(key="anything", summary="anything", build=lambda _: Anything())
 
-    Contract().test_drafts_change_no_answer(tmp_path)
+    Contract().test_drafts_change_no_answer()

@@ -196,6 +196,8 @@ class TestDraftModelContract(DrafterContract):
 
 
 class TestDraftModelWithControl(TestDraftModelContract):
+    repeats: ClassVar = False
+
     def model(self, folder):
         found = super().model(folder)
         self.options = self.options | {"adaptive": True}

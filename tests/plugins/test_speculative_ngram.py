@@ -127,6 +127,7 @@ def test_options_out_of_range_are_refused_by_name(tmp_path, wrong, names):
 
 class TestNgramContract(DrafterContract):
     options: ClassVar = {"k": 5, "min_n": 1}
+    repeats: ClassVar = False
 
     def provider(self):
         return next(one for one in provide_drafters() if one.key == "ngram")
@@ -134,6 +135,7 @@ class TestNgramContract(DrafterContract):
 
 class TestNgramWithoutControl(TestNgramContract):
     options: ClassVar = {"k": 8, "min_n": 1, "adaptive": False}
+    repeats: ClassVar = True
 
 
 @pytest.mark.parametrize("use", ["ngram", "suffix"])

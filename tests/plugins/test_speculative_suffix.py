@@ -212,6 +212,7 @@ def test_the_salt_of_a_request_reaches_the_drafter(tmp_path):
 
 class TestSuffixContract(DrafterContract):
     options: ClassVar = {"k": 5, "min_match": 1}
+    repeats: ClassVar = False
 
     def provider(self):
         return next(one for one in provide_drafters() if one.key == "suffix")
@@ -219,3 +220,4 @@ class TestSuffixContract(DrafterContract):
 
 class TestSuffixWithoutControl(TestSuffixContract):
     options: ClassVar = {"k": 8, "min_match": 1, "adaptive": False}
+    repeats: ClassVar = True

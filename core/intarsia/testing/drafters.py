@@ -11,296 +11,232 @@
             return my_plugin.provide_drafters()[0]
 
 pytest runs the inherited tests. They hold a drafter to what none may do: change an answer, fail, propose more than was
-wanted, mix up sequences that are preempted or whose ids are used again, keep what has left. Whether its guesses are
-any good is not a matter of contract; `WatchedDrafter` counts them.
+wanted, mix up sequences that are preempted or whose ids are used again, say what others under another salt have said,
+lie about its probabilities, keep what has left. Whether its guesses are any good is not a matter of contract;
+`WatchedDrafter` counts them.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
-from attrs import define, evolve, field
-
-from intarsia.hookspecs import hookimpl
-from intarsia.protocols import Drafter, DrafterContext, DraftRequest, StepCost, Target, Verified
-from intarsia.testing.tiny import save_tiny_model
-from intarsia.types import CacheLayout, Draft, Entered, Provider, Request, SamplingParams, SequenceId
+from intarsia.protocols import StepCost, Verified
+from intarsia.testing.claims import unclaimed
+from intarsia.testing.drafter_case import PARAMS, PROMPTS, DrafterCase, check_plain, no_faults, watched
+from intarsia.testing.drafter_chances import check_answers, check_draws, check_rows, check_twins
+from intarsia.testing.drafter_watch import Proposal, WatchedDrafter, watching
+from intarsia.testing.engines import ask, said, scratch, token_bytes, unharmed
+from intarsia.testing.reach import holds
+from intarsia.types import Completion, Request, SamplingParams
 
 __all__ = ["DrafterContract", "WatchedDrafter", "watching"]
 
-
-@define(eq=False)
-class WatchedDrafter(Drafter):
-    """Passes all calls on, and notes what breaks the contract.
-
-    Attributes:
-        inner: who is watched.
-        faults: what was wrong, in words.
-        entered: how often each sequence has entered since it was forgotten last.
-        num_reentered: how often a sequence entered again, after a preemption.
-        drafted, accepted: guesses that were verified.
-    """
-
-    inner: Drafter
-    faults: list[str] = field(factory=list, init=False)
-    entered: Counter[SequenceId] = field(factory=Counter, init=False)
-    num_reentered: int = field(default=0, init=False)
-    drafted: int = field(default=0, init=False)
-    accepted: int = field(default=0, init=False)
-
-    def num_bytes(self, layout: CacheLayout) -> int:
-        """Pass it on."""
-        return self.inner.num_bytes(layout)
-
-    def start(self, target: Target) -> None:
-        """Pass it on."""
-        self.inner.start(target)
-
-    def enter(self, entered: Entered) -> None:
-        """Count."""
-        self.entered[entered.sequence_id] += 1
-        self.num_reentered += self.entered[entered.sequence_id] > 1
-        self._passing("enter", lambda: self.inner.enter(entered))
-
-    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
-        """Check what is proposed."""
-        before = [tuple(request.token_ids) for request in requests]
-        drafts: list[Draft] = []
-        self._passing("propose", lambda: drafts.extend(self.inner.propose(requests)))
-        if len(drafts) != len(requests):
-            self.faults.append(f"{len(drafts)} drafts for {len(requests)} requests")
-            return [Draft() for _ in requests]
-        for request, ids, draft in zip(requests, before, drafts, strict=True):
-            if len(draft.token_ids) > request.wanted:
-                self.faults.append(f"{len(draft.token_ids)} guesses where {request.wanted} were wanted")
-            if tuple(request.token_ids) != ids:
-                self.faults.append("the request's token ids were changed")
-            if draft.probabilities is not None and len(draft.probabilities) != len(draft.token_ids):
-                self.faults.append(f"{len(draft.probabilities)} rows of probabilities, {len(draft.token_ids)} guesses")
-        return drafts
-
-    def observe(self, verified: Sequence[Verified], cost: StepCost) -> None:
-        """Count."""
-        self.drafted += sum(one.drafted for one in verified)
-        self.accepted += sum(one.accepted for one in verified)
-        self._passing("observe", lambda: self.inner.observe(verified, cost))
-
-    def forget(self, sequence_id: SequenceId) -> None:
-        """Count."""
-        self.entered.pop(sequence_id, None)
-        self._passing("forget", lambda: self.inner.forget(sequence_id))
-
-    def stats(self) -> Mapping[str, Any]:
-        """Pass it on."""
-        return self.inner.stats()
-
-    def stop(self) -> None:
-        """Pass it on."""
-        self._passing("stop", self.inner.stop)
-
-    def _passing(self, doing: str, call: Callable[[], None]) -> None:
-        """An engine goes on without a drafter that fails, so that its failure must be noted here."""
-        try:
-            call()
-        except Exception as error:
-            self.faults.append(f"{doing}: {type(error).__name__}: {error}")
-            raise
+#: The model's own distribution, of many choices: what verification by rejection must keep.
+_FREE = SamplingParams(temperature=1, seed=17, n=64, max_tokens=24, logprobs=1000)
+_REJECTION = {"engine": {"verify": "rejection"}}
 
 
-class _Plugin:
-    """Offers one drafter under the key `watched`."""
-
-    def __init__(self, provider: Provider) -> None:
-        self._provider = provider
-
-    @hookimpl
-    def provide_drafters(self) -> list[Provider]:
-        return [self._provider]
-
-
-def watching(provider: Provider) -> object:
-    """Return a plugin whose drafter `watched` is the provider's, in a WatchedDrafter."""
-
-    def build(context: DrafterContext) -> WatchedDrafter:
-        return WatchedDrafter(provider.build(context))
-
-    return _Plugin(evolve(provider, key="watched", build=build))
-
-
-#: Prompts whose ends have come before, which come near it, and which have nothing of it.
-PROMPTS: tuple[tuple[int, ...], ...] = (
-    (1, 1, 1),
-    (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6),
-    (3,),
-    tuple(range(40)),
-    (10, 11, 12, 13, 10, 11, 14, 10, 11),
-    (0, 0, 2, 0, 0),
-)
-#: Greedy, seeded, with penalties, with choices, short, stopped: a batch takes one a prompt.
-PARAMS: tuple[SamplingParams, ...] = (
-    SamplingParams(temperature=0, max_tokens=40, logprobs=2),
-    SamplingParams(temperature=0.7, seed=11, max_tokens=40),
-    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=30),
-    SamplingParams(temperature=1.0, top_p=0.8, seed=5, n=3, max_tokens=20),
-    SamplingParams(temperature=0.3, seed=3, max_tokens=1),
-    SamplingParams(temperature=0, stop_token_ids=(7, 8, 9), max_tokens=40),
-)
-
-
-class DrafterContract:
+class DrafterContract(DrafterCase):
     """What every drafter keeps. Subclass it, name the class `Test...`, and say whose provider it is.
 
-    Attributes:
-        options: the drafter's own, as a config has them.
-        num_ids: of the tiny random model that it drafts for.
-        page_tokens: tokens of the small cache that forces preemptions.
+    What can be said besides, such as `repeats = False`, is in `DrafterCase`.
     """
 
-    options: ClassVar[Mapping[str, Any]] = {}
-    num_ids: ClassVar[int] = 64
-    page_tokens: ClassVar[int] = 160
+    # --- answers ----------------------------------------------------------------------------------------------------
 
-    def provider(self) -> Provider:
-        """Return the drafter's provider."""
-        raise NotImplementedError
-
-    def model(self, folder: Path) -> Path:
-        """Return the model's folder; made under `folder` unless this is overridden."""
-        return save_tiny_model(folder / "model", num_ids=self.num_ids)
-
-    # --- the tests --------------------------------------------------------------------------------------------------
-
-    def test_drafts_change_no_answer(self, tmp_path: Path) -> None:
+    def test_drafts_change_no_answer(self) -> None:
         """Greedy and seeded answers of a mixed batch are those without the drafter, log-probabilities included."""
-        self._check(tmp_path, PROMPTS, PARAMS)
+        self.check(PROMPTS, PARAMS)
 
-    def test_drafts_change_no_answer_of_one_sequence(self, tmp_path: Path) -> None:
+    def test_drafts_change_no_answer_of_one_sequence(self) -> None:
         """Nor do they where it runs alone."""
         for prompt in PROMPTS[:2]:
-            self._check(tmp_path, [prompt], [SamplingParams(temperature=0, max_tokens=60)])
+            self.check([prompt], [SamplingParams(temperature=0, max_tokens=60)])
 
-    def test_preempted_sequences_go_on_as_they_were(self, tmp_path: Path) -> None:
+    def test_preempted_sequences_go_on_as_they_were(self) -> None:
         """Sequences enter again after a preemption, with what they had said by then."""
         params = [SamplingParams(temperature=0, max_tokens=50), SamplingParams(temperature=0.5, seed=1, max_tokens=50)]
-        small = {"cache": {"use": "paged", "memory": str(self._bytes(self.page_tokens))}, "scheduler": "inflight"}
-        watched = self._check(tmp_path, PROMPTS, params * 3, **small)
-        assert watched.num_reentered, "nothing was preempted: make page_tokens smaller"
+        cache = {"use": "paged", "memory": str(token_bytes(self.page_tokens))}
+        found = self.check(PROMPTS, params * 3, cache=cache, scheduler="inflight")
+        assert found.num_reentered, "nothing was preempted: make page_tokens smaller"
 
-    def test_an_id_can_be_used_again(self, tmp_path: Path) -> None:
+    def test_short_long_and_monotonous_sequences_are_survived(self) -> None:
+        """Prompts of one token, ids at the vocabulary's ends, the context's last token: nothing fails or changes."""
+        last = self.num_ids - 1
+        prompts = [(0,), (last,), (0,) * 90, (last, 0) * 50, tuple(i % self.num_ids for i in range(126)), (1,) * 127]
+        params = [SamplingParams(temperature=0, max_tokens=most) for most in (None, 1, 2, 20, None, None)]
+        self.check(prompts, params)
+
+    # --- proposals --------------------------------------------------------------------------------------------------
+
+    def test_proposals_are_what_was_asked_for(self) -> None:
+        """A draft a request, no longer than was wanted, of ids that exist; the request stays as it was."""
+        with scratch() as folder, self.drafting(self.model(folder)) as engine:
+            engine.generate([list(prompt) for prompt in PROMPTS], list(PARAMS))
+            no_faults(engine)
+            strays = watched(engine).strays
+            assert not strays, f"{sorted(set(strays))[:5]} were proposed, and ids are from 0 to {self.num_ids - 1}"
+
+    def test_salts_are_kept_apart(self) -> None:
+        """What is proposed for a sequence does not depend on sequences of another salt, before it or beside it."""
+        if not self.repeats:
+            unclaimed("repeats = False: guesses cannot be compared")
+        with scratch() as folder:
+            model = self.model(folder)
+            alone = self._proposals(model, before=(), beside=())
+            for others in ({"before": PROMPTS[:2], "beside": ()}, {"before": (), "beside": PROMPTS[:2]}):
+                found = self._proposals(model, **others)
+                assert found == alone, (
+                    "sequences of another salt change what is proposed: they can be guessed from that"
+                )
+
+    def _proposals(
+        self, model: Path, before: Sequence[Sequence[int]], beside: Sequence[Sequence[int]]
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Return what is proposed for a request after others and beside others, all of another salt."""
+        params = SamplingParams(temperature=0, seed=1, max_tokens=30)
+        with self.drafting(model) as engine:
+            for index, prompt in enumerate(before):
+                ask(engine, prompt, params, f"before-{index}", "other")
+            for index, prompt in enumerate(beside):
+                others = Request(request_id=f"beside-{index}", prompt=list(prompt), params=params, cache_salt="other")
+                engine.add(others)
+                for _ in range(6):
+                    engine.step()
+            ask(engine, PROMPTS[1], params, "own", "own")
+            no_faults(engine)
+            own = [one for one in watched(engine).proposals if one.sequence_id == ("own", 0)]
+            return [(len(one.token_ids), one.draft.token_ids) for one in own]
+
+    # --- probabilities ----------------------------------------------------------------------------------------------
+
+    def test_probabilities_are_those_that_guesses_are_drawn_with(self) -> None:
+        """Where drafts are verified by rejection their probabilities are true, and do not depend on the guess."""
+        completion, proposals = self._chances()
+        del completion
+        if not check_rows(proposals, self.num_ids):
+            unclaimed("its guesses come without probabilities: they count as certain, which is always right")
+        check_twins(proposals)
+        check_draws(proposals)
+
+    def test_rejection_keeps_the_models_distribution(self) -> None:
+        """Where drafts are verified by rejection tokens are drawn as the model says, however they were guessed."""
+        completion, proposals = self._chances()
+        if not any(one.draft.token_ids for one in proposals):
+            unclaimed("it guessed nothing here")
+        check_answers(completion, proposals, self.num_ids)
+
+    def _chances(self) -> tuple[Completion, list[Proposal]]:
+        with scratch() as folder, self.drafting(self.model(folder), **_REJECTION) as engine:
+            (completion,) = engine.generate([list(PROMPTS[1])], _FREE)
+            no_faults(engine)
+            for choice in completion.choices:
+                assert choice.error is None, choice.error
+            return completion, list(watched(engine).proposals)
+
+    def test_seeded_answers_repeat_themselves_under_rejection(self) -> None:
+        """Equal seeds bring equal answers where drafts are verified by rejection, in another engine too."""
+        if not self.repeats:
+            unclaimed("repeats = False: answers under rejection depend on what was guessed")
+        found = []
+        with scratch() as folder:
+            model = self.model(folder)
+            for _ in range(2):
+                with self.drafting(model, **_REJECTION) as engine:
+                    params = [SamplingParams(temperature=1, seed=i, n=2, max_tokens=30) for i in range(len(PROMPTS))]
+                    done = engine.generate([list(prompt) for prompt in PROMPTS], params)
+                    no_faults(engine)
+                    found.append([[said(choice) for choice in one.choices] for one in done])
+        assert found[0] == found[1], "guesses depend on more than the request, its seed and its tokens"
+
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def test_an_id_can_be_used_again(self) -> None:
         """A request that left is forgotten: another of its id is another."""
-        from intarsia.engine import Engine
+        params = SamplingParams(temperature=0, max_tokens=24)
+        with scratch() as folder:
+            model = self.model(folder)
+            with self.plain(model) as plain, self.drafting(model) as drafting:
+                for prompt in (*PROMPTS[:3], *PROMPTS[:3]):
+                    assert ask(drafting, prompt, params) == ask(plain, prompt, params), "an answer is another"
+                no_faults(drafting)
+                assert len(watched(drafting).entered) <= 1, "engines tell a drafter of those that left"
 
-        model, params = self.model(tmp_path), SamplingParams(temperature=0, max_tokens=24)
-        with (
-            Engine.from_config(self._config(model)) as plain,
-            Engine.from_config(self._config(model) | self._drafting(), plugins=[watching(self.provider())]) as drafting,
-        ):
-            for prompt in (*PROMPTS[:3], *PROMPTS[:3]):
-                assert _answer(drafting, prompt, params) == _answer(plain, prompt, params)
-            _no_faults(drafting)
-            assert len(_watched(drafting).entered) <= 1, "engines tell a drafter of those that left"
-
-    def test_a_cancelled_sequence_is_forgotten(self, tmp_path: Path) -> None:
+    def test_a_cancelled_sequence_is_forgotten(self) -> None:
         """Whatever state it is in; the others' answers stay what they are."""
-        from intarsia.engine import Engine
+        params = SamplingParams(temperature=0, max_tokens=24)
+        with scratch() as folder, self.drafting(self.model(folder)) as engine:
+            before = ask(engine, PROMPTS[1], params)
+            for steps in range(5):
+                engine.add(Request(request_id="given up", prompt=list(PROMPTS[0]), params=params))
+                for _ in range(steps):
+                    engine.step()
+                engine.cancel("given up")
+                assert ask(engine, PROMPTS[1], params) == before, "a cancelled request changed another's answer"
+            no_faults(engine)
+            assert ("given up", 0) not in watched(engine).entered
+            self._check_gone(watched(engine), "given up")
 
-        model, params = self.model(tmp_path), SamplingParams(temperature=0, max_tokens=24)
-        with Engine.from_config(self._config(model) | self._drafting(), plugins=[watching(self.provider())]) as engine:
-            before = _answer(engine, PROMPTS[1], params)
-            engine.add(Request(request_id="given up", prompt=list(PROMPTS[0]), params=params))
-            for _ in range(4):
-                engine.step()
-            engine.cancel("given up")
-            assert _answer(engine, PROMPTS[1], params) == before
-            _no_faults(engine)
-            assert ("given up", 0) not in _watched(engine).entered
+    def test_what_has_left_is_not_kept(self) -> None:
+        """Nothing that the drafter holds names a sequence that has finished."""
+        params = SamplingParams(temperature=0.5, seed=1, n=2, max_tokens=12)
+        with scratch() as folder, self.drafting(self.model(folder)) as engine:
+            for turn in range(4):
+                ask(engine, PROMPTS[1], params, f"finished-{turn}")
+            # What became of the last step's drafts may be known until the next one.
+            ask(engine, PROMPTS[0], params, "after")
+            no_faults(engine)
+            for turn in range(4):
+                self._check_gone(watched(engine), f"finished-{turn}")
 
-    def test_figures_are_plain_data(self, tmp_path: Path) -> None:
+    def _check_gone(self, drafter: WatchedDrafter, request_id: str) -> None:
+        assert not holds(drafter.inner, request_id, without=(drafter.target,)), (
+            f"request {request_id!r} has left, and the drafter holds its id still: for how many more?"
+        )
+
+    def test_strangers_are_ignored(self) -> None:
+        """Nothing to propose for, and sequences that it never met, are no error."""
+        stranger, cost = ("nobody", 0), StepCost(num_rows=1, num_tokens=1, target_s=0.01, draft_s=0.0)
+        params = SamplingParams(temperature=0, max_tokens=24)
+        with scratch() as folder, self.drafting(self.model(folder)) as engine:
+            before = ask(engine, PROMPTS[1], params)
+            inner = watched(engine).inner
+            assert list(unharmed("propose of nothing", lambda: inner.propose([]))) == [], "drafts for no request"
+            for _ in range(2):
+                unharmed("forget of a stranger", lambda: inner.forget(stranger))
+            unharmed("observe of nothing", lambda: inner.observe((), cost))
+            verified = [Verified(sequence_id=stranger, drafted=3, accepted=1)]
+            unharmed("observe of a stranger", lambda: inner.observe(verified, cost))
+            assert ask(engine, PROMPTS[1], params) == before
+            no_faults(engine)
+
+    # --- besides ----------------------------------------------------------------------------------------------------
+
+    def test_figures_are_plain_data(self) -> None:
         """`stats` can be sent to clients, as JSON with texts for keys, before the first step and after the last."""
-        from intarsia.engine import Engine
+        with scratch() as folder, self.drafting(self.model(folder)) as engine:
+            check_plain(unharmed("stats", watched(engine).stats))
+            ask(engine, PROMPTS[1], SamplingParams(temperature=0, max_tokens=24))
+            check_plain(unharmed("stats", watched(engine).stats))
 
-        plugins = [watching(self.provider())]
-        with Engine.from_config(self._config(self.model(tmp_path)) | self._drafting(), plugins=plugins) as engine:
-            _check_plain(_watched(engine).stats())
-            _answer(engine, PROMPTS[1], SamplingParams(temperature=0, max_tokens=24))
-            _check_plain(_watched(engine).stats())
+    def test_its_bytes_are_told_beforehand(self) -> None:
+        """`num_bytes` is a whole number from 0, the same however often it is asked."""
+        with scratch() as folder, self.drafting(self.model(folder)) as engine:
+            layout = engine.parts.layout
+            told = [unharmed("num_bytes", lambda: watched(engine).inner.num_bytes(layout)) for _ in range(2)]
+        assert all(type(one) is int and one >= 0 for one in told), f"num_bytes says {told[0]!r}"
+        assert told[0] == told[1], f"num_bytes says {told[0]}, then {told[1]}"
 
-    def test_it_stops_twice(self, tmp_path: Path) -> None:
-        """`stop` is safe to call again."""
-        from intarsia.engine import Engine
-
-        plugins = [watching(self.provider())]
-        engine = Engine.from_config(self._config(self.model(tmp_path)) | self._drafting(), plugins=plugins)
-        watched = _watched(engine)
-        engine.close()
-        watched.stop()
-        assert not watched.faults, watched.faults
-
-    # --- what they are made of --------------------------------------------------------------------------------------
-
-    def _check(
-        self, folder: Path, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **sections: Any
-    ) -> WatchedDrafter:
-        """Compare the answers of an engine with those of one without the drafter."""
-        from intarsia.engine import Engine
-
-        config = self._config(self.model(folder)) | sections
-        asked = [list(prompt) for prompt in prompts]
-        with Engine.from_config(config) as plain:
-            wanted = [[_said(choice) for choice in c.choices] for c in plain.generate(asked, list(params))]
-        with Engine.from_config(config | self._drafting(), plugins=[watching(self.provider())]) as engine:
-            got = [[_said(choice) for choice in c.choices] for c in engine.generate(asked, list(params))]
-            _no_faults(engine)
-            assert got == wanted, "the drafter changed an answer"
-            return _watched(engine)
-
-    def _config(self, model: Path) -> dict[str, Any]:
-        engine = {"dtype": "float32", "threads": 1, "max_model_len": 128}
-        return {"model": str(model), "engine": engine, "cache": {"memory": "16MiB"}}
-
-    def _drafting(self) -> dict[str, Any]:
-        return {"drafter": {"use": "watched", **self.options}}
-
-    def _bytes(self, num_tokens: int) -> int:
-        """Bytes of a cache of so many tokens: 2 layers, keys and values of one head of 16 numbers in fp32."""
-        return num_tokens * 2 * 2 * 16 * 4
-
-
-def _said(choice: Any) -> tuple[Any, ...]:
-    assert choice.error is None, choice.error
-    logprobs = [round(entry.logprob, 3) for entry in choice.logprobs or ()]
-    return tuple(choice.token_ids), choice.finish_reason, logprobs
-
-
-def _check_plain(figures: Mapping[str, Any]) -> None:
-    """JSON would make texts of keys: read back, the figures must be the same."""
-    plain = json.loads(json.dumps(dict(figures), allow_nan=False))
-    assert plain == dict(figures), "stats: use texts for keys, and lists for tuples"
-
-
-def _answer(engine: Any, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """Ask under one and the same request id."""
-    engine.add(Request(request_id="again", prompt=list(prompt), params=params))
-    ids: list[int] = []
-    while engine.has_work:
-        for output in engine.step():
-            if output.request_id == "again":
-                assert output.error is None, output.error
-                ids += output.token_ids
-    return ids
-
-
-def _watched(engine: Any) -> WatchedDrafter:
-    watched = engine.parts.drafter
-    assert isinstance(watched, WatchedDrafter)
-    return watched
-
-
-def _no_faults(engine: Any) -> None:
-    assert not _watched(engine).faults, _watched(engine).faults
-    figures = engine.stats()["speculation"]
-    assert not figures["failures"], figures["last_failure"]
+    def test_it_stops_twice(self) -> None:
+        """`stop` is safe to call again, and without a start."""
+        with scratch() as folder:
+            with self.drafting(self.model(folder)) as engine:
+                drafter = watched(engine)
+            unharmed("the second stop", drafter.stop)
+            assert not drafter.faults, drafter.faults
+            assert drafter.again is not None
+            other = drafter.again()
+            for _ in itertools.repeat(None, 2):
+                unharmed("a stop without a start", other.stop)
