@@ -4,7 +4,7 @@ Shape legend: T tokens, K kv heads, D head dim, P pages, S slots a page.
 """
 
 import random
-from itertools import chain, product
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,17 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attending import Sequence, as_int8, attend, attention_spec, check, expected
-from attending import int8 as by_numpy
 from engines import count_preemptions, engine_of
 from intarsia import SamplingParams
 from intarsia.cli import run
-from intarsia.defaults.attention import RowByRowAttention, eager_row
-from intarsia.defaults.sdpa import SdpaAttention
-from intarsia.defaults.tiled import tiled_row
 from intarsia.models.cache import LayerTensors, TensorCache
 from intarsia.ops import OPS, int8_entries
 from intarsia.testing import poison_cache, prompt_logits
+from intarsia.testing.attention_rows import int8_numbers as by_numpy
 from intarsia.types import CacheGroup, CacheLayout, CacheMove
 from models import tiny_llama
 
@@ -232,80 +228,6 @@ def test_cache_write_fills_exactly_the_slots_that_it_is_told(order, num_pages, p
             assert torch.equal(numbers[at], right_numbers[i]) and torch.equal(scales[at], right_scales[i])
             left[at] = torch.nan
         assert left.isnan().all()
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-BACKENDS = {
-    "eager": lambda dtype: RowByRowAttention(eager_row),
-    "tiled": lambda dtype: RowByRowAttention(tiled_row),
-    "sdpa": SdpaAttention,
-}
-backends = pytest.mark.parametrize("backend", BACKENDS)
-#: (start, length): prompts, chunks behind others, single tokens
-ROWS = [(0, 1), (0, 2), (0, 16), (0, 37), (1, 1), (15, 1), (16, 1), (63, 1), (5, 12), (16, 16), (40, 3), (60, 70)]
-
-
-def check_int8(backend, outs, sequences, spec):
-    """Compare with float64 over what the entries stand for."""
-    exact = [as_int8(sequence) for sequence in sequences]
-    if backend != "sdpa" or outs[0].dtype == torch.float32:
-        return check(outs, exact, spec)
-    # It rounds what it reads to the queries' bf16: 2**-9 of a value, and of each product of a score, whose sum over the
-    # D products is at most |q| |k| scale of that.
-    for out, sequence in zip(outs, exact, strict=True):
-        right, size = expected(sequence, spec)
-        norms = sequence.queries.double().norm(dim=-1).max() * sequence.keys.norm(dim=-1).max()
-        bound = size * (2.0**-7 + 2.0**-9 + 2 * 2.0**-9 * float(norms) * spec.scale) + 1e-5
-        assert (np.abs(out.double().numpy() - right) <= bound).all()
-    return None
-
-
-@backends
-@orders
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_attention_equals_float64_over_what_the_entries_stand_for(backend, order, dtype, page_size):
-    """Unused slots have scales of NaN."""
-    part = BACKENDS[backend](dtype)
-    assert "int8" in part.formats
-    for (heads, head_dim), window in product([((6, 2), 20), ((4, 4), 64)], (None, 7)):
-        spec = attention_spec(*heads, head_dim, window=window)
-        sequences = [Sequence.random(spec, *row, seed, dtype) for seed, row in enumerate(ROWS)]
-        facts = {"order": order, "page_size": page_size, "scatter": head_dim, "cache_dtype": torch.int8}
-        check_int8(backend, attend(part, spec, sequences, **facts), sequences, spec)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.sampled_from(sorted(BACKENDS)),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.tuples(st.integers(1, 3), st.integers(1, 4)),
-    st.integers(1, 70),
-    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=5),
-    st.one_of(st.none(), st.integers(1, 30)),
-    st.sampled_from(["PSKD", "PKSD"]),
-    st.integers(1, 17),
-    st.one_of(st.none(), st.integers(0, 9)),
-)
-def test_any_batch_equals_float64(backend, dtype, heads, head_dim, rows, window, order, page_size, scatter):
-    spec = attention_spec(heads[0] * heads[1], heads[0], head_dim, window=window)
-    sequences = [Sequence.random(spec, *row, seed, dtype) for seed, row in enumerate(rows)]
-    facts = {"order": order, "page_size": page_size, "scatter": scatter, "cache_dtype": torch.int8}
-    check_int8(backend, attend(BACKENDS[backend](dtype), spec, sequences, **facts), sequences, spec)
-
-
-@backends
-@pytest.mark.parametrize("what", ["keys", "values"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_among_a_rows_own_entries_shows_in_that_row_alone(backend, what, value):
-    spec = attention_spec(4, 2, 16)
-    for dtype in (torch.float32, torch.bfloat16):
-        well, sick = (Sequence.random(spec, 20, 3, seed, dtype) for seed in (0, 1))
-        getattr(sick, what)[5, 0, 3] = value
-        outs = attend(BACKENDS[backend](dtype), spec, [well, sick, well], cache_dtype=torch.int8)
-        assert outs[1][:, :2].isnan().all() and outs[1][:, 2:].isfinite().all()
-        check_int8(backend, [outs[0], outs[2]], [well, well], spec)
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attending import Sequence, as_int8, attend, attention_spec, check
+from attending import AttentionRow, as_int8, attend, attention_spec, check
 from gpu.parts import DEVICE, build
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +14,7 @@ ROWS = [(0, 37), (0, 1), (15, 1), (16, 1), (17, 4), (31, 33), (2047, 1), (1000, 
 
 
 def rows(spec, dtype, pairs=ROWS):
-    return [Sequence.random(spec, *pair, seed=i, dtype=getattr(torch, dtype)) for i, pair in enumerate(pairs)]
+    return [AttentionRow.random(spec, *pair, seed=i, dtype=getattr(torch, dtype)) for i, pair in enumerate(pairs)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

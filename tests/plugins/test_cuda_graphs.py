@@ -7,9 +7,10 @@ import types
 
 import pytest
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
 from engines import engine_of
+from fixed_attention import FixedAttention, Tables
 from intarsia import SamplingParams
 from intarsia.defaults.attention import RowByRowAttention, eager_row
 from intarsia.errors import CompositionError, ConfigError, ExecutionError
@@ -56,49 +57,6 @@ class RecordedGraphs:
         return Captured(out, replay)
 
 
-@frozen(eq=False)
-class Tables:
-    """Page tables of one length, and how many keys each row sees."""
-
-    pages: tuple[torch.Tensor, ...]
-    lengths_R: torch.Tensor
-    host: tuple
-
-    def refill(self, other):
-        assert self.host == other.host, "something changed that a graph cannot read anew"
-        for old, new in zip((*self.pages, self.lengths_R), (*other.pages, other.lengths_R), strict=True):
-            old.copy_(new)
-
-
-@frozen
-class FixedAttention(RowByRowAttention):
-    """Attention that decodes over padded tables, and runs all else as the oracle does."""
-
-    def prepare_fixed(self, batch, layout, max_len):
-        width = -(-max_len // layout.page_size)
-        pages = tuple(
-            torch.tensor([(*table[:width], *(table[-1],) * (width - len(table))) for table in tables])
-            for tables in batch.pages
-        )
-        return Tables(pages, torch.tensor(batch.starts) + 1, (batch.num_rows, max_len, layout.order))
-
-    def attend(self, q_THD, cache, spec, group, batch):
-        fixed = batch.attention
-        if not isinstance(fixed, Tables):
-            return RowByRowAttention.attend(self, q_THD, cache, spec, group, batch)
-        assert fixed.host[2] == "PSKD"
-        keys, values = (stored[fixed.pages[group]].flatten(1, 2) for stored in (cache.keys, cache.values))
-        positions = torch.arange(keys.shape[1])
-        hidden = positions >= fixed.lengths_R[:, None]
-        if spec.window is not None:
-            hidden |= positions < fixed.lengths_R[:, None] - spec.window
-        keys, values = (x.masked_fill(hidden[:, :, None, None], 0) for x in (keys, values))
-        queries = q_THD.unflatten(1, (spec.num_kv_heads, -1))
-        scores = torch.einsum("rkgd,rmkd->rkgm", queries, keys) * spec.scale
-        weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
-        return torch.einsum("rkgm,rmkd->rkgd", weights, values).reshape(q_THD.shape)
-
-
 def faked(graphs_of, attention=FixedAttention):
     """A plugin with the runner over recorded graphs, and attention that it can capture."""
 
@@ -110,7 +68,7 @@ def faked(graphs_of, attention=FixedAttention):
 
     @hookimpl
     def provide_attention_backends():
-        return [Provider(key="fixed", summary="faked", build=lambda _: attention(eager_row, orders=("PSKD",)))]
+        return [Provider(key="fixed", summary="faked", build=lambda _: attention(eager_row))]
 
     return types.SimpleNamespace(provide_runners=provide_runners, provide_attention_backends=provide_attention_backends)
 

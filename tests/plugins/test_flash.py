@@ -1,14 +1,13 @@
 """The backend `flash` where there is no GPU: its algorithm in torch ops, what it fits, and whole engines over it."""
 
 import random
+from typing import ClassVar
 
 import pytest
 import torch
 from attrs import evolve, frozen
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from attending import Sequence, as_int8, attend, attention_spec, check
+from attending import AttentionRow, attend, attention_spec
 from engines import count_preemptions, engine_of
 from families import CASES, saved
 from intarsia import SamplingParams
@@ -16,83 +15,22 @@ from intarsia.errors import ModelNotFoundError
 from intarsia.protocols import PartContext
 from intarsia.references import find_model
 from intarsia.testing import poison_cache, prompt_logits
+from intarsia.testing.attention_backends import AttentionContract
+from intarsia.testing.attention_case import ROWS
 from intarsia.types import DecoderSpec, EngineOptions, Fit, LayerSpec, MlpSpec, NormSpec, Unfit
 from intarsia_flash import attention, provide_attention_backends
 from intarsia_flash.attention import FlashAttention
 from intarsia_flash.online import BLOCK, TILE, OnlineAttention
 from models import tiny_llama
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ROWS = [(0, 1), (0, 37), (130, 1), (200, 5), (15, 17), (TILE - 1, 2), (40, BLOCK + 3)]
 
+class TestWithoutAGpu(AttentionContract):
+    page_sizes: ClassVar = (1, 3, 16, 100, 200)
+    rows: ClassVar = (*ROWS, (TILE - 1, 2), (40, BLOCK + 3), (200, 5))
 
-def rows(spec, dtype=torch.float32, shapes=ROWS):
-    return [Sequence.random(spec, *row, seed, dtype) for seed, row in enumerate(shapes)]
-
-
-@pytest.mark.parametrize("order", ["PSKD", "PKSD"])
-@pytest.mark.parametrize("page_size", [1, 3, 16, 100, 128, 200])
-@pytest.mark.parametrize("facts", [{}, {"window": 20}, {"soft_cap": 5.0}])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_equal_float64_over_poisoned_slots(order, page_size, facts, dtype):
-    spec = attention_spec(6, 2, 33, **facts)
-    sequences = rows(spec, dtype)
-    check(attend(OnlineAttention(), spec, sequences, order=order, page_size=page_size, scatter=3), sequences, spec)
-
-
-@pytest.mark.parametrize("order", ["PSKD", "PKSD"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_entries_are_read_as_what_they_stand_for(order, dtype):
-    spec = attention_spec(6, 2, 40)
-    sequences = rows(spec, dtype)
-    outs = attend(OnlineAttention(), spec, sequences, order=order, cache_dtype=torch.int8, scatter=1)
-    check(outs, [as_int8(one) for one in sequences], spec)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.sampled_from(DTYPES),
-    st.tuples(st.integers(1, 3), st.integers(1, 5)),
-    st.integers(1, 70),
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 150)), min_size=1, max_size=4),
-    st.one_of(st.none(), st.integers(1, 200)),
-    st.sampled_from(["PSKD", "PKSD"]),
-    st.integers(1, 150),
-)
-def test_any_batch_equals_float64(dtype, heads, head_dim, shapes, window, order, page_size):
-    spec = attention_spec(heads[0] * heads[1], heads[0], head_dim, window=window)
-    sequences = rows(spec, dtype, shapes)
-    check(attend(OnlineAttention(), spec, sequences, order=order, page_size=page_size, scatter=1), sequences, spec)
-
-
-def test_large_scores_do_not_overflow():
-    spec = attention_spec(4, 2, 16)
-    row = Sequence.random(spec, 9, 150, 0)
-    row = evolve(row, queries=row.queries * 1e4, keys=row.keys * 1e4)
-    check(attend(OnlineAttention(), spec, [row]), [row], spec)
-
-
-def test_what_is_not_a_number_among_a_rows_own_keys_shows_in_that_row_alone():
-    spec = attention_spec(4, 2, 16)
-    sick, well = rows(spec, torch.bfloat16, [(20, 3), (70, 3)])
-    sick.keys[5, 0, 3] = torch.nan
-    outs = attend(OnlineAttention(), spec, [well, sick, well])
-    assert outs[1][:, :2].isnan().all() and outs[1][:, 2:].isfinite().all()
-    for out in (outs[0], outs[2]):
-        check([out], [well], spec)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("facts", [{}, {"window": 20}])
-def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(dtype, facts):
-    spec = attention_spec(4, 2, 33, **facts)
-    sequences = rows(spec, dtype)
-    alone = [attend(OnlineAttention(), spec, [one])[0] for one in sequences]
-    rng = random.Random(1)
-    for trial in range(6):
-        among = rng.sample(range(len(sequences)), rng.randint(2, len(sequences)))
-        outs = attend(OnlineAttention(), spec, [sequences[i] for i in among], scatter=trial)
-        assert all(torch.equal(out, alone[i]) for i, out in zip(among, outs, strict=True))
+    def provider(self):
+        (provider,) = provide_attention_backends()
+        return provider
 
 
 def test_no_scores_of_all_tokens_by_all_tokens_are_held():
@@ -109,7 +47,7 @@ def test_no_scores_of_all_tokens_by_all_tokens_are_held():
             return out
 
     spec = attention_spec(4, 2, 16)
-    (row,) = rows(spec, shapes=[(0, 2048)])
+    row = AttentionRow.random(spec, 0, 2048, 0)
     cache_and_queries = 2048 * 16 * 6 * 2
     with Largest():
         attend(OnlineAttention(), spec, [row])

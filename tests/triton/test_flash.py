@@ -16,7 +16,7 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attending import Sequence, as_int8, attend, attention_spec, check
+from attending import AttentionRow, as_int8, attend, attention_spec, check
 from engines import engine_of
 from families import CASES, saved
 from intarsia import SamplingParams
@@ -49,7 +49,7 @@ def part_of(spec, dtype=torch.float32, **facts):
 
 
 def rows(spec, dtype=torch.float32, shapes=ROWS):
-    return [Sequence.random(spec, *row, seed, dtype) for seed, row in enumerate(shapes)]
+    return [AttentionRow.random(spec, *row, seed, dtype) for seed, row in enumerate(shapes)]
 
 
 #: Numbers before and behind each tensor: more than a page of any test's cache.
@@ -211,12 +211,12 @@ def test_what_is_not_a_number_among_a_rows_own_keys_shows_in_that_row_alone():
 
 def test_a_batch_of_no_tokens_is_no_work():
     spec = attention_spec(4, 2, 16)
-    assert run(spec, [Sequence.random(spec, 3, 0, 0)])[0].shape == (0, 4, 16)
+    assert run(spec, [AttentionRow.random(spec, 3, 0, 0)])[0].shape == (0, 4, 16)
 
 
 def test_queries_that_do_not_begin_at_16_bytes_are_read_all_the_same():
     spec = attention_spec(2, 1, 8)
-    part, sequence = part_of(spec, torch.bfloat16), Sequence.random(spec, 3, 2, 0, torch.bfloat16)
+    part, sequence = part_of(spec, torch.bfloat16), AttentionRow.random(spec, 3, 2, 0, torch.bfloat16)
     shifted = torch.empty(2 * 2 * 8 + 1, dtype=torch.bfloat16)[1:].view(2, 2, 8).copy_(sequence.queries)
     assert shifted.data_ptr() % 16
     assert torch.equal(_readable(shifted), sequence.queries) and not _readable(shifted).data_ptr() % 16
@@ -249,23 +249,17 @@ def test_a_row_has_the_same_bits_alone_and_among_any_neighbours(dtype, splits, f
         assert torch.equal(out, alone[i]), (sequences[i].start, sequences[i].length)
 
 
-def pieces_of(whole, chunk):
-    for start in range(0, whole.length, chunk):
-        stop = min(start + chunk, whole.length)
-        yield Sequence(start, stop - start, whole.queries[start:stop], whole.keys[:stop], whole.values[:stop])
-
-
 @pytest.mark.usefixtures("placeless_products")
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("facts", FACTS)
 def test_without_splits_the_bits_are_the_same_in_any_chunks(dtype, facts):
     spec = attention_spec(3, 1, 40, **facts)
     assert part_of(spec, dtype, splits=False).invariance(name_of(dtype)) == "bitwise"
-    whole = Sequence.random(spec, 0, 150, 7, dtype)
+    whole = AttentionRow.random(spec, 0, 150, 7, dtype)
     (bits,) = run(spec, [whole], dtype, False)
     rng = random.Random(2)
     for chunk in (1, 37, 64):
-        pieces = list(pieces_of(whole, chunk))
+        pieces = whole.chunks(chunk)
         some = rng.sample(pieces, min(2, len(pieces)))
         for piece, out in zip(some, run(spec, some, dtype, False, page_size=rng.choice([8, 16])), strict=True):
             assert torch.equal(out, bits[piece.start : piece.start + piece.length]), (chunk, piece.start)
@@ -277,19 +271,11 @@ def test_without_splits_the_bits_are_the_same_in_any_chunks(dtype, facts):
 def test_among_rows_that_decode_the_bits_are_the_same_in_any_chunks(dtype, facts):
     """A token alone, and the same one among drafts, behind the edge of a split too."""
     spec = attention_spec(3, 1, 40, **facts)
-    whole = Sequence.random(spec, 0, 2 * SPLIT + 6, 7, dtype)
+    whole = AttentionRow.random(spec, 0, 2 * SPLIT + 6, 7, dtype)
     places = [SPLIT - 3, 2 * SPLIT - 2]
-    cut = [
-        [
-            Sequence(at, 1, whole.queries[at : at + 1], whole.keys[: at + 1], whole.values[: at + 1])
-            for at in range(begin, begin + 6)
-        ]
-        for begin in places
-    ]
+    cut = [[whole.cut(at, at + 1) for at in range(begin, begin + 6)] for begin in places]
     for begin, alone in zip(places, cut, strict=True):
-        stop = begin + 6
-        together = Sequence(begin, 6, whole.queries[begin:stop], whole.keys[:stop], whole.values[:stop])
-        (bits,) = run(spec, [together], dtype)
+        (bits,) = run(spec, [whole.cut(begin, begin + 6)], dtype)
         assert torch.equal(torch.cat(run(spec, alone, dtype)), bits), begin
 
 
