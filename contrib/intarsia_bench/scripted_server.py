@@ -18,7 +18,7 @@ from intarsia import Engine
 from intarsia.protocols import EngineHandle, Parts
 from intarsia.testing import scripted
 from intarsia.testing.tiny import save_tiny_model
-from intarsia.types import Output, Prompt, Request
+from intarsia.types import Choice, Output, Prompt, Request
 from intarsia_zmq.frontend import ZmqFrontend, places_of
 from intarsia_zmq.options import ZmqOptions
 
@@ -80,6 +80,10 @@ class Paced:
     def explain(self) -> dict[str, object]:
         """As the engine."""
         return self.engine.explain()
+
+    def swap(self, slot: str, choice: Choice) -> dict[str, object]:
+        """As the engine."""
+        return self.engine.swap(slot, choice)
 
     def close(self) -> None:
         """As the engine."""

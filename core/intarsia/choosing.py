@@ -23,6 +23,7 @@ from intarsia.types import (
     BatchPlan,
     Demand,
     Draft,
+    Entered,
     Row,
     RowResult,
     SequenceId,
@@ -54,6 +55,21 @@ class TokenChoosing:
         """Let the drafter free what it took."""
         if self._drafting is not None:
             self._drafting.stop()
+
+    def replace_drafter(self, drafter: Drafter | None, target: Target, entered: Sequence[Entered]) -> None:
+        """Draft by another from here on; where it cannot start, go on with the one before."""
+        sampler = self._sampler
+        drafting = None if drafter is None else _drafting(drafter, sampler.num_ids, sampler.verify, self._times)
+        if drafting is not None:
+            try:
+                drafting.start(target)
+            except BaseException:
+                drafting.stop()
+                raise
+            for each in entered:
+                drafting.enter(each)
+        self.stop()
+        self._drafting = drafting
 
     def meet(self, plan: BatchPlan) -> None:
         """Forget sequences that left, and take those that enter."""

@@ -95,11 +95,11 @@ def compose(config: EngineConfig, registry: Registry) -> Parts:
         PluginError: a plugin's code fails or breaks its contract.
     """
     parts = _Composer(config, Selector(registry)).compose()
-    _ask_plugins(config, parts, registry)
+    ask_plugins(config, parts, registry)
     return parts
 
 
-def _ask_plugins(config: EngineConfig, parts: Parts, registry: Registry) -> None:
+def ask_plugins(config: EngineConfig, parts: Parts, registry: Registry) -> None:
     """Let each plugin that implements `check_composition` refuse; what else it raises becomes a PluginError."""
     facts = {"config": config, "parts": parts}
     for check in registry.hook.check_composition.get_hookimpls():
@@ -242,7 +242,7 @@ class _Composer:
         )
         executor = select.one("executor", config.executor, executor_context)
         self._check_frontends(engine)
-        self._check_provided()
+        check_provided(select)
         return Parts(
             engine=engine,
             selections=tuple(chosen.selection() for chosen in select.chosen),
@@ -265,6 +265,7 @@ class _Composer:
             logits_processors=processors,
             sampling=model.sampling,
             partition=partition,
+            built=select.built,
             invariance=verified_invariance(kept_invariance(select, attention, ops_for, context), select, engine),
         )
 
@@ -538,21 +539,30 @@ class _Composer:
         for choice in self.config.frontend:
             self.select.choose("frontend", choice, context)
 
-    def _check_provided(self) -> None:
-        """A part that brings what another slot is for rules out naming a part there."""
-        for bringer in list(self.select.chosen):
-            for slot in bringer.offer.provider.provides:
-                for ruled_out in self.select.of(slot):
-                    if ruled_out.asked_by == "config":
-                        offers = self.select.registry.offers(bringer.slot)
-                        others = [repr(key) for key, o in offers.items() if slot not in o.provider.provides]
-                        also = f", or take {bringer.slot} {' or '.join(others)}" if others else ""
-                        raise CompositionError(
-                            f"{slot}: {ruled_out.key!r} is asked for, and {bringer.slot} {bringer.key!r} brings its "
-                            f"own; leave {slot} to 'auto'{also}",
-                            field=slot,
-                        )
-                    self.select.note(ruled_out, f"{bringer.slot} {bringer.key!r} brings its own and does not use it")
+
+def check_provided(select: Selector, bringers: Sequence[Chosen] | None = None) -> None:
+    """A part that brings what another slot is for rules out naming a part there.
+
+    Args:
+        select: what was chosen.
+        bringers: those to look at; None is all.
+
+    Raises:
+        CompositionError: a config names one.
+    """
+    for bringer in list(select.chosen) if bringers is None else bringers:
+        for slot in bringer.offer.provider.provides:
+            for ruled_out in select.of(slot):
+                if ruled_out.asked_by == "config":
+                    offers = select.registry.offers(bringer.slot)
+                    others = [repr(key) for key, o in offers.items() if slot not in o.provider.provides]
+                    also = f", or take {bringer.slot} {' or '.join(others)}" if others else ""
+                    raise CompositionError(
+                        f"{slot}: {ruled_out.key!r} is asked for, and {bringer.slot} {bringer.key!r} brings its "
+                        f"own; leave {slot} to 'auto'{also}",
+                        field=slot,
+                    )
+                select.note(ruled_out, f"{bringer.slot} {bringer.key!r} brings its own and does not use it")
 
 
 def _page_bytes(whole: DecoderSpec, placed: CacheContext) -> int:

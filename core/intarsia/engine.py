@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import suppress
 from functools import partial
@@ -29,25 +29,29 @@ from intarsia.compose import compose
 from intarsia.config import load_config
 from intarsia.errors import ExecutionError, InvalidRequestError, OverloadedError
 from intarsia.explain import explain
-from intarsia.flight import Flight, Step
+from intarsia.flight import Flight, Step, is_empty
+from intarsia.handing_over import hand_over, refused, take_all
 from intarsia.lookahead import Lookahead, look_ahead
 from intarsia.observers import Observers
 from intarsia.plugins import Registry
 from intarsia.preemption import Preemption
 from intarsia.preparing import Arrival, Preparation, Preparing
-from intarsia.protocols import Parts, Progress
+from intarsia.protocols import Parts, Progress, ReplacesDrafter
+from intarsia.replacing import key_of, replaced
 from intarsia.seams import Seam, Seams
 from intarsia.sequence import Sequence
 from intarsia.speculation import Speculation
 from intarsia.streams import Stream
 from intarsia.types import (
     BatchPlan,
+    Choice,
     Completion,
     EngineConfig,
     Output,
     Prompt,
     Request,
     SamplingParams,
+    SequenceId,
     StepResult,
 )
 
@@ -67,6 +71,7 @@ class Engine:
     config: EngineConfig
     parts: Parts
     _observers: Observers
+    _registry: Registry
     _arrivals: Arrivals = field(init=False)
     _sequences: dict[tuple[str, int], Sequence] = field(factory=dict, init=False)
     #: the same by request, so that asking for one takes no longer where there are many
@@ -79,6 +84,11 @@ class Engine:
     _counts: dict[str, int] = field(init=False)
     _lookahead: Lookahead = field(init=False)
     _flight: Flight = field(factory=Flight, init=False)
+    #: planned by a scheduler as it took over, and not submitted yet
+    _planned: Step | None = field(default=None, init=False)
+    #: sequences that the executor knows
+    _known: set[SequenceId] = field(factory=set, init=False)
+    _swaps: list[dict[str, Any]] = field(factory=list, init=False)
     _speculation: Speculation = field(factory=Speculation, init=False)
     _preemption: Preemption = field(init=False)
     _stalled: int = field(default=0, init=False)
@@ -116,7 +126,7 @@ class Engine:
         loaded = load_config(config, overrides)
         logging.getLogger("intarsia").setLevel(loaded.engine.log_level.upper())
         registry = Registry.discover(loaded.engine.plugins, plugins)
-        engine = cls(loaded, compose(loaded, registry), Observers(registry))
+        engine = cls(loaded, compose(loaded, registry), Observers(registry), registry)
         try:
             with engine._seams.ask(engine.parts, "executor", "start"):
                 engine.parts.executor.start(progress or _no_progress)
@@ -210,7 +220,7 @@ class Engine:
             self._inboxes.pop(request.request_id, None)
             for sequence in self._of(request.request_id):
                 self._remove(sequence)
-        if self._flight and not self._sequences:
+        if (self._flight or self._planned) and not self._sequences:
             self._rest()
 
     # --- the loop by hand -------------------------------------------------------------------------------------------
@@ -252,7 +262,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to return."""
-        return bool(self._sequences or self._unclaimed or self._preparing or self._flight)
+        return bool(self._sequences or self._unclaimed or self._preparing or self._flight or self._planned)
 
     def _read(self, request: Request) -> Arrival:
         """Check a request and make its sequences; nothing of the engine changes but the seeds it draws."""
@@ -316,18 +326,16 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan a step and submit it; return whether it has rows."""
-        begun = time.perf_counter()
-        with self._answerable("scheduler", "plan"):
-            plan = self.parts.scheduler.plan()
-            self._begin(plan, begun)
-        if not (plan.rows or plan.entered or plan.left or plan.moves):
+        step, self._planned = self._planned, None
+        if step is None:
+            with self._answerable("scheduler", "plan"):
+                step = self._begin(self.parts.scheduler.plan(), time.perf_counter())
+        plan = step.plan
+        if is_empty(plan):
             return False
         with self._answerable("executor", "a step"):
             self.parts.executor.submit(plan)
-        self._flight.add(Step(plan, tuple(self._sequences[row.sequence_id] for row in plan.rows), begun))
-        if self._lookahead.depth > 1:
-            with self._answerable("scheduler", "expect"):
-                self.parts.scheduler.expect(plan, names_pending=self._lookahead.names_pending)  # type: ignore[attr-defined]
+        self._flight.add(step)
         return bool(plan.rows)
 
     def _land(self) -> None:
@@ -355,8 +363,7 @@ class Engine:
         """Nothing is left to run: collect what nobody waits for, and do the cache work that is due."""
         if self._closed is not None:
             return
-        while self._flight:
-            self._land()
+        self._collect_all()
         with self._answerable("cache", "take_moves"):
             moves = self.parts.cache.take_moves()
         if moves:
@@ -364,13 +371,27 @@ class Engine:
                 self.parts.executor.submit(BatchPlan(moves=moves))
                 self.parts.executor.collect()
 
-    def _begin(self, plan: BatchPlan, now: float) -> None:
+    def _collect_all(self) -> None:
+        """Let nothing be in flight."""
+        while self._planned or self._flight:
+            if self._planned:
+                self._launch()
+            if self._flight:
+                self._land()
+
+    def _begin(self, plan: BatchPlan, begun: float) -> Step:
+        """Take note of a plan that is about to run."""
         self._check_progress(plan)
         self._preemption.begin(plan, lambda sequence_id: self._sequences[sequence_id].num_computed)
         for sequence_id in plan.preempted:
             self._sequences[sequence_id].num_computed = 0
         for row in plan.rows:
-            self._sequences[row.sequence_id].begin(row, now)
+            self._sequences[row.sequence_id].begin(row, begun)
+        self._known.difference_update(plan.left)
+        self._known.update(entered.sequence_id for entered in plan.entered)
+        if self._lookahead.depth > 1 and not is_empty(plan):
+            self.parts.scheduler.expect(plan, names_pending=self._lookahead.names_pending)  # type: ignore[attr-defined]
+        return Step(plan, tuple(self._sequences[row.sequence_id] for row in plan.rows), begun)
 
     def _answerable(self, slot: str, doing: str, request_id: str | None = None) -> Seam:
         """Return the block of a call in the middle of a step: what fails there is named, and closes the engine."""
@@ -438,6 +459,108 @@ class Engine:
         if self._closed is not None:
             raise ExecutionError(f"the engine can run nothing more: {self._closed}")
 
+    # --- other parts while requests run -----------------------------------------------------------------------------
+
+    def swap(self, slot: str, choice: Choice) -> dict[str, Any]:
+        """Replace the scheduler or the drafter, between two steps. No request is lost.
+
+        Answers are those of an engine without the swap, as far as its invariance says that they do not depend on how
+        steps are put together: `bitwise` they are equal. A scheduler that hands over (`HandsOver`) to another that does
+        leaves sequences their pages; else they give them back and are run again, but for what the cache still has.
+
+        Args:
+            slot: `scheduler` or `drafter`.
+            choice: the part, and its own options.
+
+        Returns:
+            What was done. Keys: slot, before and after (keys of the parts), time (seconds since 1970), seconds that it
+            took, sequences that are not finished, and how many of them kept their pages.
+
+        Raises:
+            ConfigError, CompositionError: it cannot be done; says what would be right.
+            OverloadedError: the new scheduler's queue has no room for all sequences.
+            PluginError: the new part fails, as it is built, as it takes over or in its first plan; names the plugin.
+                After all of these the part before goes on.
+        """
+        self._check_open()
+        begun, before = time.perf_counter(), key_of(self.parts, slot)
+        config, parts = replaced(self.config, self.parts, self._registry, slot, choice)
+        self._collect_all()
+        kept = self._swap_scheduler(config, parts) if slot == "scheduler" else self._swap_drafter(config, parts)
+        self._swaps.append(
+            {
+                "slot": slot,
+                "before": before,
+                "after": key_of(parts, slot),
+                "time": time.time(),
+                "seconds": time.perf_counter() - begun,
+                "sequences": len(self._sequences),
+                "kept": kept,
+            }
+        )
+        return dict(self._swaps[-1])
+
+    def _swap_scheduler(self, config: EngineConfig, parts: Parts) -> int:
+        """Hand all sequences over, and have the new scheduler plan its first step; return how many kept their pages."""
+        before, key = (self.config, self.parts), key_of(self.parts, "scheduler")
+        with refused(parts, "scheduler", key):
+            kept = hand_over(self.parts.scheduler, parts.scheduler, list(self._sequences.values()))
+        self._give_back(kept)
+        self._adopt(config, parts)
+        plan = BatchPlan()
+        try:
+            plan = self.parts.scheduler.plan()
+            step = self._begin(plan, time.perf_counter())
+        except Exception:
+            self._go_back(*before, plan)
+            with refused(parts, "scheduler", key):
+                raise
+        self._planned = None if is_empty(plan) else step
+        return len(kept)
+
+    def _swap_drafter(self, config: EngineConfig, parts: Parts) -> int:
+        executor = self.parts.executor
+        assert isinstance(executor, ReplacesDrafter), "composition has checked that"
+        entered = [s.entered() for name, s in self._sequences.items() if name in self._known]
+        with refused(parts, "drafter", key_of(self.parts, "drafter")):
+            executor.replace_drafter(parts.drafter, entered)
+        self._adopt(config, parts)
+        self._speculation = Speculation()
+        return len(self._sequences)
+
+    def _adopt(self, config: EngineConfig, parts: Parts) -> None:
+        self.config, self.parts = config, parts
+        self._lookahead = look_ahead(parts)
+        self._stalled = 0
+
+    def _give_back(self, kept: Collection[SequenceId]) -> None:
+        """Take the pages of all other sequences, and tell the executor of those that it knows no more."""
+        lost = [name for name, s in self._sequences.items() if name not in kept and s.num_computed]
+        left = tuple(self._known.difference(kept))
+        self._known.intersection_update(kept)
+        self._preemption.begin(BatchPlan(left=left, preempted=tuple(lost)), lambda n: self._sequences[n].num_computed)
+        with self._answerable("cache", "release"):
+            for name, sequence in self._sequences.items():
+                if name not in kept:
+                    self.parts.cache.release(name)
+                    sequence.num_computed = 0
+        if left:
+            with self._answerable("executor", "a step"):
+                self.parts.executor.submit(BatchPlan(left=left))
+                self.parts.executor.collect()
+
+    def _go_back(self, config: EngineConfig, parts: Parts, plan: BatchPlan) -> None:
+        """Make the scheduler before anew, which has given all away, and give it everything again."""
+        with self._answerable("scheduler", "taking sequences back"):
+            _, again = replaced(config, parts, self._registry, "scheduler", config.scheduler)
+            self._adopt(config, attrs.evolve(parts, scheduler=again.scheduler, built=again.built))
+            take_all(self.parts.scheduler, self._sequences.values())
+        self._give_back(())
+        if plan.moves:
+            with self._answerable("executor", "cache work"):
+                self.parts.executor.submit(BatchPlan(moves=plan.moves))
+                self.parts.executor.collect()
+
     # --- about the engine -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -456,6 +579,7 @@ class Engine:
             "preparing": len(self._preparing),
             **queues,
             **self._counts,
+            "swaps": len(self._swaps),
             **books,
             "observers": self._observers.report(),
             "time": self._seams.times.table(),
@@ -482,7 +606,7 @@ class Engine:
 
     def explain(self) -> dict[str, Any]:
         """Return what the engine is made of and why; see `intarsia.explain`."""
-        return explain(self.config, self.parts)
+        return explain(self.config, self.parts, self._swaps)
 
     def close(self) -> None:
         """Stop. Requests that are not finished are dropped. Safe to call twice."""
@@ -491,6 +615,7 @@ class Engine:
         self._observers.tell("engine_stopping", engine=self)
         self._closed = _STOPPED
         self._flight.clear()
+        self._planned = None
         self._sequences.clear()
         self._groups.clear()
         self._preparing.clear()

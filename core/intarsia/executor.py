@@ -21,7 +21,7 @@ import torch
 from attrs import define, evolve, field
 
 from intarsia.choosing import TokenChoosing, build_choosing
-from intarsia.protocols import ExecutorContext, Progress
+from intarsia.protocols import Drafter, ExecutorContext, Progress
 from intarsia.sampling import Picked, to_device
 from intarsia.stage import ModelStage, build_stage, forward_batch
 from intarsia.types import (
@@ -31,6 +31,7 @@ from intarsia.types import (
     CacheMove,
     Demand,
     Draft,
+    Entered,
     ForwardBatch,
     Row,
     SequenceId,
@@ -251,6 +252,12 @@ class LocalExecutor:
         return self._choosing.guess(sequence_ids, drafts, logits_RV)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def replace_drafter(self, drafter: Drafter | None, entered: Sequence[Entered]) -> None:
+        """Draft by another from here on, or not at all."""
+        assert not self._steps, "a step is in flight"
+        self._choosing.replace_drafter(drafter, self, entered)
 
     def poison(self) -> None:
         """Fill the cache with NaN, for tests: what holds no token must not be read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -25,7 +25,7 @@ from intarsia.types import DENSE, EngineConfig
 _PAYS = "Kernels or a runner that read it as it is would; why others are not here is said of `kernels` and `runner`"
 
 
-def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
+def explain(config: EngineConfig, parts: Parts, swaps: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return what a composition is made of, as plain data that JSON can say.
 
     Keys:
@@ -42,6 +42,7 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         parallel: who holds what where ranks share the model, see `parallel_plan`.
         steps: how many are in flight at most, and why.
         invariance: the level of the whole, and each part's.
+        swaps: what was replaced while it ran, in order, see `Engine.swap`; it is no part of what the hash names.
         hash: names this composition: equal parts, versions, options and config have equal hashes, on any day and in any
             process.
     """
@@ -66,6 +67,7 @@ def explain(config: EngineConfig, parts: Parts) -> dict[str, Any]:
         "invariance": {"level": parts.invariance, "by_part": by_part},
     }
     report["hash"] = fingerprint({"config": as_dict(config), **_identity(report)})
+    report["swaps"] = [dict(swap) for swap in swaps]
     return report
 
 

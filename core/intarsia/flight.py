@@ -37,6 +37,11 @@ class Step:
         return evolve(self.plan, rows=tuple(rows)), evolve(result, rows=tuple(results))
 
 
+def is_empty(plan: BatchPlan) -> bool:
+    """Whether a plan leaves an executor nothing to do or to hear."""
+    return not (plan.rows or plan.entered or plan.left or plan.moves)
+
+
 @define
 class Flight:
     """Steps in the order of their submission."""

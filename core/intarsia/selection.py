@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Self
 
 import attrs
 from attrs import Factory, define, evolve, field, frozen
@@ -239,6 +239,22 @@ class Selector:
     def of(self, slot: str) -> list[Chosen]:
         """Return what was chosen for a slot, in order."""
         return [chosen for chosen in self.chosen if chosen.slot == slot]
+
+    @property
+    def built(self) -> dict[str, Any]:
+        """Slot -> part of those that were built; a tuple where a slot holds several."""
+        return dict(self._built)
+
+    @classmethod
+    def around(cls, registry: Registry, selections: Sequence[Selection], built: Mapping[str, Any]) -> Self:
+        """Return a selector that knows parts which were chosen and built before."""
+        made = cls(registry)
+        made.chosen = [
+            Chosen(registry.find(one.slot, one.provider.key), one.options, {}, one.asked_by, one.reason)
+            for one in selections
+        ]
+        made._built = dict(built)
+        return made
 
     def forget(self, *slots: str) -> None:
         """Empty slots again, to fill them another way."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal, Self
 
 from attrs import define, field
 
-from intarsia.protocols import SequenceView
+from intarsia.protocols import HeldSequence, SequenceView
 from intarsia.types import Row, SequenceId, Want
 
 
@@ -39,6 +40,23 @@ class Entry:
 
     def __attrs_post_init__(self) -> None:
         self.rank = self.sequence.priority
+
+    @classmethod
+    def of(cls, held: HeldSequence, arrival: int, ageing_steps: int) -> Self:
+        """Return the entry of a sequence that another scheduler had, waiting."""
+        entry = cls(held.sequence, arrival, waited=held.num_waited, swapped=held.pages == "host")
+        entry.rank = held.sequence.priority + held.num_waited // ageing_steps
+        return entry
+
+    def held(self, pages: Literal["device", "host", "none"]) -> HeldSequence:
+        """Return what another scheduler has to know; nothing is in flight."""
+        return HeldSequence(
+            sequence=self.sequence,
+            pages=pages,
+            num_computed=self.computed,
+            drafts=self.drafts,
+            num_waited=self.waited,
+        )
 
     @property
     def turn(self) -> tuple[int, int]:

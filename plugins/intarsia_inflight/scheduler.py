@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from intarsia.errors import OverloadedError
-from intarsia.protocols import CacheAllocator, PartContext, SequenceView, SwappingAllocator
+from intarsia.protocols import CacheAllocator, HeldSequence, PartContext, SequenceView, SwappingAllocator
 from intarsia.types import PENDING, BatchPlan, Entered, Row, RowResult, SequenceId, Want
 from intarsia_inflight.options import InflightOptions
 from intarsia_inflight.queue import Entry, Queue, common_prefix
@@ -86,6 +86,36 @@ class InflightScheduler:
         # One that waits can hold host memory.
         self.allocator.release(sequence_id)
         self._left.append(sequence_id)
+
+    def held(self) -> list[HeldSequence]:
+        """Return those that run and those that wait, each in the order of their turn."""
+        running = sorted(self._running.values(), key=lambda entry: entry.turn)
+        return [
+            *(entry.held("device") for entry in running),
+            *(entry.held("host" if entry.swapped else "none") for entry in self._waiting),
+        ]
+
+    def take_over(self, held: Sequence[HeldSequence]) -> set[SequenceId]:
+        """Run those that ran, as many as may, and queue the others; what they have waited counts."""
+        places = range(self.options.max_batch)
+        runs = {
+            one.sequence.sequence_id for one, _ in zip((h for h in held if h.pages == "device"), places, strict=False)
+        }
+        if len(held) - len(runs) > self.options.max_waiting:
+            raise OverloadedError(
+                f"{len(held) - len(runs)} sequences would wait, and scheduler.max_waiting allows "
+                f"{self.options.max_waiting}",
+                retry_after_s=1.0,
+            )
+        for one in held:
+            self._arrivals += 1
+            entry = Entry.of(one, self._arrivals, self.options.ageing_steps)
+            if one.sequence.sequence_id in runs:
+                entry.computed, entry.drafts = one.num_computed, one.drafts
+                self._running[one.sequence.sequence_id] = entry
+            else:
+                self._waiting.add(entry)
+        return runs | {one.sequence.sequence_id for one in held if one.pages == "host"}
 
     @property
     def num_waiting(self) -> int:

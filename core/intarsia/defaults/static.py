@@ -12,7 +12,7 @@ from attrs import Factory, define, field, frozen
 from attrs.validators import ge
 
 from intarsia.errors import OverloadedError
-from intarsia.protocols import CacheAllocator, PartContext, SequenceView
+from intarsia.protocols import CacheAllocator, HeldSequence, PartContext, SequenceView
 from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
 
 
@@ -45,6 +45,9 @@ class StaticScheduler:
                 f"{len(self._waiting)} sequences are waiting, the most that scheduler.max_waiting allows",
                 retry_after_s=1.0,
             )
+        self._queue(sequence)
+
+    def _queue(self, sequence: SequenceView) -> None:
         behind = sum(sequence.priority <= other.priority for other in self._waiting)
         self._waiting.insert(behind, sequence)
 
@@ -100,6 +103,45 @@ class StaticScheduler:
             self.allocator.release(sequence_id)
             return
         self._waiting = deque(other for other in self._waiting if other.sequence_id != sequence_id)
+
+    def held(self) -> list[HeldSequence]:
+        """Return the batch, and those of later ones."""
+        running = [
+            HeldSequence(
+                sequence=sequence,
+                pages="device",
+                num_computed=max(sequence.num_computed, self._cached[sequence_id]),
+                drafts=self._drafts.get(sequence_id, ()),
+            )
+            for sequence_id, sequence in self._running.items()
+        ]
+        return running + [HeldSequence(sequence=sequence) for sequence in self._waiting]
+
+    def take_over(self, held: Sequence[HeldSequence]) -> set[SequenceId]:
+        """Make a batch of those that run, as many as it holds and as have room to their ends; queue the others."""
+        could_run = sum(one.pages == "device" for one in held)
+        num_waiting = len(held) - min(could_run, self.options.max_batch)
+        if num_waiting > self.options.max_waiting:
+            raise OverloadedError(
+                f"{num_waiting} sequences would wait, and scheduler.max_waiting allows {self.options.max_waiting}",
+                retry_after_s=1.0,
+            )
+        for one in held:
+            if not (one.pages == "device" and len(self._running) < self.options.max_batch and self._keep(one)):
+                self._queue(one.sequence)
+        return set(self._running)
+
+    def _keep(self, held: HeldSequence) -> bool:
+        """Run a sequence on if there is room for the longest that it can get."""
+        sequence = held.sequence
+        cached = self.allocator.reserve(sequence.sequence_id, sequence.token_ids, sequence.max_total, sequence.salt)
+        if cached is None:
+            return False
+        self._running[sequence.sequence_id] = sequence
+        self._cached[sequence.sequence_id] = cached
+        if held.drafts:
+            self._drafts[sequence.sequence_id] = held.drafts
+        return True
 
     @property
     def num_waiting(self) -> int:

@@ -41,6 +41,7 @@ from intarsia.protocols.forward import (
     SwappingStorage,
 )
 from intarsia.protocols.model import Divisible, Kernel, Kernels, Loader, ModelFamily, Quantizer
+from intarsia.protocols.replacing import HandsOver, HeldSequence, ReplacesDrafter
 from intarsia.protocols.scheduling import (
     CacheAllocator,
     PlansAhead,
@@ -71,6 +72,8 @@ __all__ = [
     "FixedAttention",
     "Frontend",
     "FrontendContext",
+    "HandsOver",
+    "HeldSequence",
     "InnerRunner",
     "Kernel",
     "Kernels",
@@ -88,6 +91,7 @@ __all__ = [
     "PreparingRunner",
     "Progress",
     "Quantizer",
+    "ReplacesDrafter",
     "ResolvesPending",
     "Runner",
     "RunnerContext",

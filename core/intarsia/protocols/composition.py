@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import Factory, frozen
+from attrs import Factory, field, frozen
 
 from intarsia.protocols.choosing import Drafter, LogitsProcessor
 from intarsia.protocols.execution import Executor
@@ -77,6 +78,7 @@ class Parts:
         invariance: the level that the whole keeps: the weakest of its parts'.
         partition: how ranks share the model; None where one device has all of it.
         num_host_pages: pages of each cache group in host memory, for sequences that are swapped out.
+        built: slot -> part, for the slots that others can require; a tuple where a slot holds several.
     """
 
     engine: EngineOptions
@@ -101,6 +103,7 @@ class Parts:
     sampling: SamplingDefaults = Factory(SamplingDefaults)
     partition: Partition | None = None
     num_host_pages: int = 0
+    built: Mapping[str, Any] = field(factory=dict, repr=False, eq=False)
 
     def selection(self, slot: str) -> Selection:
         """Return the (first) choice for a slot; KeyError where the slot is empty."""

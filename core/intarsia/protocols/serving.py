@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from intarsia.types import Output, Prompt, Request
+from intarsia.types import Choice, Output, Prompt, Request
 
 if TYPE_CHECKING:
     import click
@@ -60,6 +60,10 @@ class EngineHandle(Protocol):
 
     def explain(self) -> Mapping[str, Any]:
         """Return what the engine is made of and why."""
+        ...
+
+    def swap(self, slot: str, choice: Choice) -> Mapping[str, Any]:
+        """Replace a part while requests run, and return what was done; where it raises, the one before goes on."""
         ...
 
     def close(self) -> None:
