@@ -15,6 +15,7 @@ from attrs import define, evolve, frozen
 from intarsia.choosing import build_choosing
 from intarsia.config import as_dict, load_config
 from intarsia.demands import build_demands
+from intarsia.deprecations import old_arguments
 from intarsia.errors import (
     CheckpointError,
     CompositionError,
@@ -101,7 +102,7 @@ def compose(config: EngineConfig, registry: Registry) -> Parts:
 
 def ask_plugins(config: EngineConfig, parts: Parts, registry: Registry) -> None:
     """Let each plugin that implements `check_composition` refuse; what else it raises becomes a PluginError."""
-    facts = {"config": config, "parts": parts}
+    facts = old_arguments("check_composition", {"config": config, "parts": parts})
     for check in registry.hook.check_composition.get_hookimpls():
         plugin = next(plugin for plugin in registry.plugins if plugin.module is check.plugin)
         if check.wrapper or check.hookwrapper:
@@ -265,6 +266,7 @@ class _Composer:
             logits_processors=processors,
             sampling=model.sampling,
             partition=partition,
+            deprecated=tuple(map(str, select.registry.deprecated)),
             built=select.built,
             invariance=verified_invariance(kept_invariance(select, attention, ops_for, context), select, engine),
         )

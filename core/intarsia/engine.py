@@ -27,12 +27,13 @@ from intarsia.arrivals import Arrivals
 from intarsia.completions import collect
 from intarsia.compose import compose
 from intarsia.config import load_config
-from intarsia.errors import ExecutionError, InvalidRequestError, OverloadedError
+from intarsia.errors import ExecutionError, InvalidRequestError, OverloadedError, PluginError
 from intarsia.explain import explain
 from intarsia.flight import Flight, Step, is_empty
 from intarsia.handing_over import hand_over, refused, take_all
 from intarsia.lookahead import Lookahead, look_ahead
 from intarsia.observers import Observers
+from intarsia.owners import engine_parts, named
 from intarsia.plugins import Registry
 from intarsia.preemption import Preemption
 from intarsia.preparing import Arrival, Preparation, Preparing
@@ -605,8 +606,10 @@ class Engine:
         return self._arrivals.prompts.text(token_ids, skip_special_tokens=skip_special_tokens)
 
     def explain(self) -> dict[str, Any]:
-        """Return what the engine is made of and why; see `intarsia.explain`."""
-        return explain(self.config, self.parts, self._swaps)
+        """Return what the engine is made of and why; see `intarsia.explain`. `observers` is that of `stats`."""
+        with named(lambda: engine_parts(self.parts), PluginError):
+            report = explain(self.config, self.parts, self._swaps)
+        return report | {"observers": self._observers.report()}
 
     def close(self) -> None:
         """Stop. Requests that are not finished are dropped. Safe to call twice."""

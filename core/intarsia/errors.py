@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from intarsia.deprecations import old_name
 
 __all__ = [
     "CheckpointError",
@@ -106,3 +109,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if near:
         return f" Did you mean {' or '.join(map(repr, near))}?"
     return f" Known: {', '.join(choices) or 'none'}."
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        return old_name(__name__, name)

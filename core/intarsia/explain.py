@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from intarsia.config import as_dict, fingerprint
+from intarsia.deprecations import uses
 from intarsia.invariance import promises
 from intarsia.layout import lay_out, weight_bytes
 from intarsia.lookahead import look_ahead
@@ -42,6 +43,7 @@ def explain(config: EngineConfig, parts: Parts, swaps: Sequence[Mapping[str, Any
         parallel: who holds what where ranks share the model, see `parallel_plan`.
         steps: how many are in flight at most, and why.
         invariance: the level of the whole, and each part's.
+        deprecated: what plugins use that goes in a release to come, in sentences; it is no part of the hash.
         swaps: what was replaced while it ran, in order, see `Engine.swap`; it is no part of what the hash names.
         hash: names this composition: equal parts, versions, options and config have equal hashes, on any day and in any
             process.
@@ -67,6 +69,7 @@ def explain(config: EngineConfig, parts: Parts, swaps: Sequence[Mapping[str, Any
         "invariance": {"level": parts.invariance, "by_part": by_part},
     }
     report["hash"] = fingerprint({"config": as_dict(config), **_identity(report)})
+    report["deprecated"] = [*parts.deprecated, *map(str, uses("name"))]
     report["swaps"] = [dict(swap) for swap in swaps]
     return report
 

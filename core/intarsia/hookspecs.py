@@ -16,13 +16,14 @@ A plugin is a module (or object) under the entry-point group `intarsia` that imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import pluggy
 from attrs import frozen
 
 from intarsia import protocols
+from intarsia.deprecations import old_name
 from intarsia.types import EngineConfig, Output, Provider, StepResult
 
 if TYPE_CHECKING:
@@ -32,7 +33,32 @@ if TYPE_CHECKING:
 PROJECT = "intarsia"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
+_mark = pluggy.HookimplMarker(PROJECT)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@overload
+def hookimpl(function: _Function, *, api: int | None = None, **options: Any) -> _Function: ...
+@overload
+def hookimpl(*, api: int | None = None, **options: Any) -> Callable[[_Function], _Function]: ...
+
+
+def hookimpl(function: Any = None, *, api: int | None = None, **options: Any) -> Any:
+    """Mark a function as an implementation of the hook of its name.
+
+    Args:
+        function: it.
+        api: version of the hook that it was written for, of the hooks that check or observe; left out, 1. What a
+            `provide_` hook returns says so itself, in `Provider.api`.
+        options: pluggy's, such as `tryfirst=True`.
+    """
+
+    def mark(implementation: Any) -> Any:
+        if api is not None:
+            implementation.intarsia_api = api
+        return _mark(**options)(implementation)
+
+    return mark if function is None else mark(function)
 
 
 @frozen(kw_only=True)
@@ -278,6 +304,14 @@ def engine_stopping(engine: EngineHandle) -> None:
 #: Hooks that observe.
 OBSERVERS: tuple[str, ...] = ("engine_started", "step_finished", "request_finished", "engine_stopping")
 
+#: The version of every hook. One that gains an argument, a context that gains a field and a protocol that gains what a
+#: part need not have keep theirs: what was written for it before goes on working.
+API: Mapping[str, int] = {
+    **{kind.hook: kind.api for kind in KINDS},
+    "check_composition": 1,
+    **dict.fromkeys(OBSERVERS, 1),
+}
+
 
 def kind_of(slot: str) -> Kind:
     """Return the kind that fills a slot; KeyError where there is none."""
@@ -288,3 +322,9 @@ def hook_docs() -> dict[str, str]:
     """Return every hook's name and docstring, in the order of an engine's life."""
     names = [kind.hook for kind in KINDS] + ["check_composition", *OBSERVERS]
     return {name: str(globals()[name].__doc__) for name in names}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        return old_name(__name__, name)

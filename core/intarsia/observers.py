@@ -12,6 +12,7 @@ from typing import Any
 import pluggy
 from attrs import Factory, define, field
 
+from intarsia.deprecations import old_arguments
 from intarsia.hookspecs import OBSERVERS
 from intarsia.plugins import Plugin, Registry
 from intarsia.times import Times
@@ -51,7 +52,8 @@ class Observers:
             with self.times.at(f"observer.{implementation.plugin_name}"):
                 if implementation.wrapper or implementation.hookwrapper:
                     raise TypeError("an observer has nothing to wrap")
-                implementation.function(**{name: facts[name] for name in implementation.argnames})
+                known = old_arguments(hook, facts)
+                implementation.function(**{name: known[name] for name in implementation.argnames})
         except (Exception, SystemExit) as error:
             self._failed[key] = f"{type(error).__name__}: {error}"
             _log.exception("%s failed in %s and is not asked again", self._owner(implementation), hook)

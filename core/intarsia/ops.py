@@ -7,12 +7,13 @@ D head dim, P pages, S slots a page, V vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, field, frozen
 from torch.nn import functional
 
+from intarsia.deprecations import old_name
 from intarsia.errors import PluginError, did_you_mean
 from intarsia.protocols import Kernel, LayerCache
 from intarsia.types import Invariance, Weight
@@ -464,3 +465,9 @@ def rebound(ops: Ops, calls: Mapping[str, Callable[..., Any]], source: str) -> O
         if calls.keys().isdisjoint(FUSED.get(name.partition("[")[0], ()))
     }
     return Ops({**kept, **{op: OpChoice(Kernel(op=op, call=call), source) for op, call in calls.items()}})
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        return old_name(__name__, name)

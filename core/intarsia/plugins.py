@@ -9,42 +9,24 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint
-from typing import Any
 
-import attrs
 import pluggy
 from attrs import Factory, field, frozen
 
-from intarsia import hookspecs
+from intarsia.deprecations import Use, note
 from intarsia.errors import ConfigError, PluginError, did_you_mean
 from intarsia.hookspecs import KINDS, PROJECT, Kind
-from intarsia.structuring import check_options, shown
-from intarsia.types import AUTO, NONE, CacheOptions, ModelChoice, PluginsOptions, Provider
+from intarsia.implementations import Plugin, check_api, check_provider, providers_of, register
+from intarsia.structuring import shown
+from intarsia.types import PluginsOptions, Provider
+
+__all__ = ["DEFAULTS", "Offer", "Plugin", "Registry"]
 
 #: The core's own parts: always there, so that an engine can always be made.
 DEFAULTS = "defaults"
 _SLOTS = tuple(kind.slot for kind in KINDS)
-
-
-@frozen
-class Plugin:
-    """A plugin that takes part.
-
-    Attributes:
-        name: its entry point's name, by which configs allow and block it.
-        distribution, version: the installed package that brings it; `-` for one that was passed in by a program.
-        module: the module, or the object, with the hook implementations.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    module: object = field(repr=False)
-
-    def __str__(self) -> str:
-        return f"plugin {self.name!r} ({self.distribution} {self.version})"
 
 
 @frozen
@@ -69,11 +51,13 @@ class Registry:
         plugins: the defaults, then the installed ones by name, then those passed in.
         left_out: names of installed plugins that `allow` or `block` keep out.
         hook: pluggy's relay, for `check_composition` and the observers.
+        deprecated: uses of hooks, arguments and versions that go in a release to come.
     """
 
     plugins: tuple[Plugin, ...]
     left_out: tuple[str, ...]
     hook: pluggy.HookRelay = field(repr=False)
+    deprecated: tuple[Use, ...] = field(repr=False, default=())
     _offers: Mapping[str, Mapping[str, Offer]] = field(repr=False, default=Factory(dict))
 
     @classmethod
@@ -102,12 +86,14 @@ class Registry:
                 raise PluginError(f"two plugins are called {name!r}: {_owner(installed[name][0])} and one passed in")
             if name not in options.block:
                 plugins.append(Plugin(name, "-", "-", module))
-        manager = _register(plugins)
+        _check_alike(plugins, options)
+        manager, found = register(plugins)
         offers: dict[str, dict[str, Offer]] = {slot: {} for slot in _SLOTS}
         for kind in KINDS:
             for plugin in plugins:
-                for provider in _providers(manager, kind, plugin):
-                    _check_provider(kind, provider, plugin)
+                for provider in providers_of(manager, kind, plugin):
+                    check_provider(kind, provider, plugin)
+                    found += check_api(kind.hook, provider.api, plugin, f"part {provider.key!r}")
                     taken = offers[kind.slot].get(provider.key)
                     if taken is not None:
                         raise PluginError(
@@ -115,7 +101,8 @@ class Registry:
                             f"{plugin}; {_without(plugin.name, options)}"
                         )
                     offers[kind.slot][provider.key] = Offer(kind, provider, plugin)
-        return cls(tuple(plugins), tuple(sorted(set(installed) - allowed)), manager.hook, offers)
+        left_out = tuple(sorted(set(installed) - allowed))
+        return cls(tuple(plugins), left_out, manager.hook, tuple(map(note, found)), offers)
 
     def offers(self, slot: str) -> dict[str, Offer]:
         """Return the parts for a slot, by key."""
@@ -226,6 +213,18 @@ def _without(name: str, options: PluginsOptions) -> str:
     return f"to go on without it: -o 'plugins.block={block}'"
 
 
+def _check_alike(plugins: Sequence[Plugin], options: PluginsOptions) -> None:
+    """Refuse names that differ in case and dashes alone: whoever allows or blocks one could mean the other."""
+    alike: dict[str, Plugin] = {}
+    for plugin in plugins:
+        other = alike.setdefault(re.sub(r"[-_.]+", "-", plugin.name).casefold(), plugin)
+        if other is not plugin:
+            raise PluginError(
+                f"the names of {other} and {plugin} differ in case and dashes alone; uninstall one of them, or "
+                f"{_without(plugin.name, options)}"
+            )
+
+
 def _load(rivals: Sequence[EntryPoint], options: PluginsOptions) -> Plugin:
     """Import a plugin; PluginError where that fails, or where several packages claim its name."""
     entry = rivals[0]
@@ -243,114 +242,3 @@ def _load(rivals: Sequence[EntryPoint], options: PluginsOptions) -> Plugin:
             f"{_without(entry.name, options)}"
         ) from error
     return Plugin(entry.name, distribution, version, module)
-
-
-# --- what they offer --------------------------------------------------------------------------------------------------
-
-
-def _register(plugins: Sequence[Plugin]) -> pluggy.PluginManager:
-    """Register all with pluggy; PluginError for hooks that are misspelt, take wrong arguments or lack their mark."""
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(hookspecs)
-    known = hookspecs.hook_docs()
-    for plugin in plugins:
-        twin = manager.get_name(plugin.module)
-        if twin is not None:
-            raise PluginError(f"{plugin} is the same module as plugin {twin!r}; drop one of the two entry points")
-        try:
-            manager.register(plugin.module, name=plugin.name)
-        except pluggy.PluginValidationError as error:
-            raise PluginError(f"{plugin}: {' '.join(str(error).split())}") from error
-        for name in known:
-            # Without its mark pluggy passes over it in silence.
-            function = getattr(plugin.module, name, None)
-            if callable(function) and manager.parse_hookimpl_opts(plugin.module, name) is None:
-                raise PluginError(f"{plugin}: {name} is not marked with @hookimpl of intarsia.hookspecs")
-        if not manager.get_hookcallers(plugin.module):
-            raise PluginError(
-                f"{plugin}: {shown(plugin.module)} implements no hook; a plugin is a module or an object whose "
-                "functions are marked with @hookimpl of intarsia.hookspecs"
-            )
-    try:
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        owner = next(plugin for plugin in plugins if plugin.module is error.plugin)
-        wrong = next(name for name in vars(manager.hook) if name not in known and _implements(manager, name, owner))
-        raise PluginError(f"{owner}: there is no hook {wrong!r}.{did_you_mean(wrong, known)}") from error
-    return manager
-
-
-def _implements(manager: pluggy.PluginManager, hook: str, plugin: Plugin) -> bool:
-    caller: pluggy.HookCaller = getattr(manager.hook, hook)
-    return any(implementation.plugin is plugin.module for implementation in caller.get_hookimpls())
-
-
-def _providers(manager: pluggy.PluginManager, kind: Kind, plugin: Plugin) -> Iterator[Provider]:
-    """Call one plugin's hook and yield what it returns; PluginError where that is no list of providers."""
-    caller: pluggy.HookCaller = getattr(manager.hook, kind.hook)
-    for implementation in caller.get_hookimpls():
-        if implementation.plugin is not plugin.module:
-            continue
-        if implementation.wrapper or implementation.hookwrapper:
-            raise PluginError(f"{plugin}: {kind.hook} offers parts and cannot wrap those of others")
-        function: Callable[[], Any] = implementation.function
-        try:
-            result = function()
-            if isinstance(result, Provider) or not isinstance(result, Iterable):
-                raise PluginError(
-                    f"{plugin}: {kind.hook} returned {shown(result)}, not a list of providers: return [Provider(...)]"
-                )
-            providers = list(result)
-        except PluginError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise PluginError(f"{plugin}: {kind.hook} failed: {type(error).__name__}: {error}") from error
-        for provider in providers:
-            if not isinstance(provider, Provider):
-                raise PluginError(f"{plugin}: {kind.hook} returned {shown(provider)} among its providers")
-            yield provider
-
-
-def _check_provider(kind: Kind, provider: Provider, plugin: Plugin) -> None:
-    where = f"{plugin}: {kind.hook}, part {shown(provider.key)}"
-    if not isinstance(provider.key, str) or not re.fullmatch("[a-z0-9_]+", provider.key):
-        raise PluginError(f"{where}: a key is lower-case letters, digits and '_'")
-    if provider.key in (AUTO, NONE):
-        raise PluginError(f"{where}: this key has a meaning of its own in configs; choose another")
-    if not isinstance(provider.summary, str):
-        raise PluginError(f"{where}: its summary {shown(provider.summary)} is not a text")
-    if provider.api != kind.api:
-        old = isinstance(provider.api, int) and provider.api < kind.api
-        right = f"the plugin is older: upgrade {plugin.distribution}" if old else "intarsia is older: upgrade it"
-        raise PluginError(
-            f"{where}: made for version {shown(provider.api)} of {kind.hook}, this is version {kind.api}; {right}"
-        )
-    _check_slots(provider, where)
-    _check_options(kind, provider, where)
-
-
-def _check_slots(provider: Provider, where: str) -> None:
-    for name in ("requires", "provides"):
-        slots = getattr(provider, name)
-        if isinstance(slots, str) or not all(isinstance(slot, str) for slot in slots):
-            raise PluginError(f"{where}: {name}={shown(slots)} is not a tuple of texts; one is written ('cache',)")
-    for slot in provider.requires:
-        if slot not in _SLOTS:
-            raise PluginError(f"{where}: it requires the unknown slot {slot!r}.{did_you_mean(slot, _SLOTS)}")
-
-
-def _check_options(kind: Kind, provider: Provider, where: str) -> None:
-    cls = provider.options
-    if not isinstance(cls, type) or not attrs.has(cls):
-        raise PluginError(f"{where}: its options {shown(cls)} are not an attrs class")
-    if kind.slot == "cache" and not issubclass(cls, CacheOptions):
-        raise PluginError(f"{where}: its options {cls.__qualname__} do not inherit intarsia.types.CacheOptions")
-    # These keys of a section are read before the part's own options.
-    taken = {f.name for f in attrs.fields(ModelChoice)} - {"options"} if kind.slot == "loader" else {"use"}
-    for option in attrs.fields(cls):
-        if option.alias in taken:
-            raise PluginError(f"{where}: its option {option.alias!r} is a key of the config itself; rename it")
-    try:
-        check_options(cls)
-    except PluginError as error:
-        raise PluginError(f"{where}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 import types
 
 import pytest
@@ -136,7 +137,11 @@ def test_one_that_fails_is_logged_once_never_asked_again_and_harms_nothing(model
     assert [answer.token_ids for answer in answers] == [(10, 11, 12)] * 2
     assert len(calls) == 1
     (logged,) = caplog.records
-    assert "'bad'" in logged.getMessage() and hook in logged.getMessage() and logged.exc_info[0] is LookupError
+    assert logged.getMessage() == f"plugin 'bad' (- -) failed in {hook} and is not asked again"
+    assert logged.exc_info[0] is LookupError
+    told = [(each["plugin"], each["disabled"]) for each in engine.stats()["observers"] if each["hook"] == hook]
+    assert sorted(told) == [("bad", "LookupError: my bug"), ("good", None)]
+    assert engine.explain()["observers"] == engine.stats()["observers"]
     counts = {name: sum(each == name for each, _ in record) for name in OBSERVERS}
     assert counts == {"engine_started": 1, "step_finished": 6, "request_finished": 2, "engine_stopping": 1}
 
@@ -187,3 +192,31 @@ def test_nobody_watching_is_known_beforehand_and_the_engine_then_measures_and_te
     with started(model) as engine:
         engine.generate([[1, 2]], SamplingParams(max_tokens=3))
     assert "step_finished" not in told
+
+
+def test_an_observer_that_exits_ends_itself_alone(caplog):
+    told = observers(watch=types.SimpleNamespace(step_finished=hookimpl(lambda: exit(3))))
+    for _ in range(2):
+        told.tell("step_finished", result=StepResult(), outputs=(), seconds=0.0)
+    assert len(caplog.records) == 1
+    assert told.report()[0]["disabled"] == "SystemExit: 3"
+
+
+def test_an_interrupt_within_an_observer_passes():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    told = observers(watch=types.SimpleNamespace(step_finished=hookimpl(interrupted)))
+    with pytest.raises(KeyboardInterrupt):
+        told.tell("step_finished", result=StepResult(), outputs=(), seconds=0.0)
+
+
+def test_one_that_takes_long_is_told_of_once_and_its_time_is_counted(monkeypatch, caplog):
+    monkeypatch.setattr("intarsia.observers._SLOW_S", 0.01)
+    told = observers(watch=types.SimpleNamespace(request_finished=hookimpl(lambda: time.sleep(0.02))))
+    for _ in range(2):
+        told.tell("request_finished", output=Output(request_id="a"))
+    (logged,) = caplog.records
+    assert "plugin 'watch' (- -) took 0.0 s in request_finished, and all requests wait" in logged.getMessage()
+    spent = told.times.table()["observer.watch"]
+    assert spent["calls"] == 2 and spent["seconds"] >= 0.04

@@ -468,8 +468,7 @@ def test_a_provider_that_breaks_the_contract_is_refused_with_its_owner(fields, m
 
 
 def test_an_older_plugin_is_told_which_version_it_was_made_for(monkeypatch):
-    newer = tuple(attrs.evolve(kind, api=3) for kind in KINDS)
-    monkeypatch.setattr("intarsia.plugins.KINDS", newer)
+    monkeypatch.setattr("intarsia.hookspecs.API", {kind.hook: 3 for kind in KINDS})
     with pytest.raises(PluginError, match=r"made for version 1 of provide_\w+, this is version 3; the plugin is older"):
         discover(a=offering("provide_schedulers", [provider("x")]))
 

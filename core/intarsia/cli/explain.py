@@ -72,6 +72,7 @@ def _facts(report: dict[str, Any], layout: CacheLayout) -> Table:
         ("sampling", _sampling(report["sampling"])),
         ("invariance", _invariance(report["invariance"])),
         ("hash", report["hash"]),
+        *(("deprecated", said) for said in report["deprecated"]),
     ):
         facts.add_row(name, _text(fact))
     return facts

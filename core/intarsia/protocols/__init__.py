@@ -4,6 +4,9 @@ Every method says its side effects. Parts are single-threaded: the engine calls 
 Shape legend: T tokens, R rows, L rows of logits, H heads, K kv heads, D head dim, E embed, V vocab.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from intarsia.deprecations import old_name
 from intarsia.protocols.choosing import (
     Drafter,
     DraftRequest,
@@ -108,3 +111,9 @@ __all__ = [
     "TokenizerView",
     "Verified",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        return old_name(__name__, name)

@@ -78,6 +78,7 @@ class Parts:
         invariance: the level that the whole keeps: the weakest of its parts'.
         partition: how ranks share the model; None where one device has all of it.
         num_host_pages: pages of each cache group in host memory, for sequences that are swapped out.
+        deprecated: what its plugins use of the surface that goes in a release to come.
         built: slot -> part, for the slots that others can require; a tuple where a slot holds several.
     """
 
@@ -103,6 +104,7 @@ class Parts:
     sampling: SamplingDefaults = Factory(SamplingDefaults)
     partition: Partition | None = None
     num_host_pages: int = 0
+    deprecated: tuple[str, ...] = ()
     built: Mapping[str, Any] = field(factory=dict, repr=False, eq=False)
 
     def selection(self, slot: str) -> Selection:

@@ -1,5 +1,8 @@
 """Frozen values that flow between parts. Public; needs no torch."""
 
+from typing import TYPE_CHECKING, Any
+
+from intarsia.deprecations import old_name
 from intarsia.types.batch import (
     PENDING,
     BatchPlan,
@@ -158,3 +161,9 @@ __all__ = [
     "lazy",
     "parse_bytes",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        return old_name(__name__, name)
