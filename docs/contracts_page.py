@@ -15,12 +15,14 @@ sys.path.insert(0, str(DOCS.parent / "tests"))
 
 from contracts import (  # noqa: E402
     allocator_faults,
+    attention_faults,
     drafter_faults,
     executor_faults,
     quantizer_faults,
     scheduler_faults,
 )
 from intarsia.testing.allocators import AllocatorContract  # noqa: E402
+from intarsia.testing.attention_backends import AttentionContract  # noqa: E402
 from intarsia.testing.claims import claims  # noqa: E402
 from intarsia.testing.drafters import DrafterContract  # noqa: E402
 from intarsia.testing.executors import ExecutorContract  # noqa: E402
@@ -52,6 +54,7 @@ that finds them. The parts that come with Intarsia run under the same suites and
 SUITES = (
     ("Schedulers", "intarsia.testing.schedulers", SchedulerContract, scheduler_faults.FAULTS),
     ("Cache allocators", "intarsia.testing.allocators", AllocatorContract, allocator_faults.FAULTS),
+    ("Attention backends", "intarsia.testing.attention_backends", AttentionContract, attention_faults.FAULTS),
     ("Executors", "intarsia.testing.executors", ExecutorContract, executor_faults.FAULTS),
     ("Quantizers", "intarsia.testing.quantizers", QuantizerContract, quantizer_faults.FAULTS),
     ("Drafters", "intarsia.testing.drafters", DrafterContract, drafter_faults.FAULTS),

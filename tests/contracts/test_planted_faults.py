@@ -8,6 +8,7 @@ import pytest
 
 from contracts import (
     allocator_faults,
+    attention_faults,
     drafter_faults,
     executor_faults,
     quantizer_faults,
@@ -15,6 +16,7 @@ from contracts import (
 )
 from contracts.planted import failure
 from intarsia.testing.allocators import AllocatorContract
+from intarsia.testing.attention_backends import AttentionContract
 from intarsia.testing.claims import claims
 from intarsia.testing.drafters import DrafterContract
 from intarsia.testing.executors import ExecutorContract
@@ -25,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 KINDS = {
     "schedulers": (SchedulerContract, scheduler_faults),
     "allocators": (AllocatorContract, allocator_faults),
+    "attention": (AttentionContract, attention_faults),
     "executors": (ExecutorContract, executor_faults),
     "quantizers": (QuantizerContract, quantizer_faults),
     "drafters": (DrafterContract, drafter_faults),

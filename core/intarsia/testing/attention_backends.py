@@ -24,7 +24,7 @@ from intarsia.testing.attention_visibility import VisibilityClaims
 __all__ = ["AttentionContract"]
 
 
-class AttentionContract(NumericClaims, VisibilityClaims, LifeClaims, BitClaims):
+class AttentionContract(BitClaims, LifeClaims, VisibilityClaims, NumericClaims):
     """What every attention backend keeps. Subclass it, name the class `Test...`, and say whose provider it is.
 
     What can be said besides, such as `device`, is in `AttentionCase`.
