@@ -13,21 +13,24 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
 
-from contracts import (  # noqa: E402
-    allocator_faults,
-    attention_faults,
-    drafter_faults,
-    executor_faults,
-    quantizer_faults,
-    scheduler_faults,
-)
 from intarsia.testing.allocators import AllocatorContract  # noqa: E402
 from intarsia.testing.attention_backends import AttentionContract  # noqa: E402
 from intarsia.testing.claims import claims  # noqa: E402
 from intarsia.testing.drafters import DrafterContract  # noqa: E402
 from intarsia.testing.executors import ExecutorContract  # noqa: E402
+from intarsia.testing.logits_processors import LogitsProcessorContract  # noqa: E402
 from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
 from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
+
+from contracts import (  # noqa: E402
+    allocator_faults,
+    attention_faults,
+    drafter_faults,
+    executor_faults,
+    processor_faults,
+    quantizer_faults,
+    scheduler_faults,
+)
 
 INTRO = """\
 <!-- Written by docs/contracts_page.py from the code: change that, then run it. -->
@@ -58,6 +61,7 @@ SUITES = (
     ("Executors", "intarsia.testing.executors", ExecutorContract, executor_faults.FAULTS),
     ("Quantizers", "intarsia.testing.quantizers", QuantizerContract, quantizer_faults.FAULTS),
     ("Drafters", "intarsia.testing.drafters", DrafterContract, drafter_faults.FAULTS),
+    ("Logits processors", "intarsia.testing.logits_processors", LogitsProcessorContract, processor_faults.FAULTS),
 )
 
 

@@ -9,7 +9,6 @@ import regex
 from engines import engine_of
 from intarsia.cli import run
 from intarsia.errors import CompositionError, ConfigError, InvalidRequestError
-from intarsia.executor import LocalExecutor
 from intarsia.testing import scripted
 from intarsia.types import Request, SamplingParams
 from models import TOKENIZER_SIZE, edit_json, tiny_llama
@@ -130,40 +129,6 @@ def test_drafts_change_nothing(model, engine):
         drafter = {"use": "scripted", "ids": guesses, "prompt_tokens": NUM_PROMPT, "k": 4}
         with structured_engine(model, drafter=drafter) as drafting:
             assert choices(drafting, params)[0] == plain
-
-
-def test_neighbours_notice_nothing(model, engine):
-    plain = [SamplingParams(seed=seed, max_tokens=24, temperature=1.0) for seed in range(4)]
-    prompts = [PROMPT, "Other", "A third one", "x"]
-    with engine_of(model) as alone:
-        expected = [completion.text for completion in alone.generate(prompts, plain)]
-    mixed = [
-        plain[0],
-        ask("json_schema", PERSON, seed=9, max_tokens=100),
-        *plain[1:],
-        ask("regex", "a+b", seed=9, max_tokens=60),
-    ]
-    among = engine.generate([prompts[0], "json", *prompts[1:], "regex"], mixed)
-    assert [among[i].text for i in (0, 2, 3, 4)] == expected
-    jsonschema.validate(loads(among[1].text), PERSON)
-
-
-def test_a_preemption_changes_nothing(model, engine, monkeypatch):
-    params = ask("json_schema", PERSON, n=6, seed=10, temperature=1.5, max_tokens=120)
-    expected = [choice.text for choice in choices(engine, params)]
-    preempted, submit = [], LocalExecutor.submit
-
-    def watched(self, plan):
-        preempted.extend(plan.preempted)
-        submit(self, plan)
-
-    monkeypatch.setattr(LocalExecutor, "submit", watched)
-    # Ten pages: choices are preempted and come back with their answers whole.
-    with structured_engine(
-        model, cache={"page_size": 16, "memory": "40KiB"}, engine={"max_model_len": 128}, scheduler="inflight"
-    ) as tight:
-        assert [choice.text for choice in choices(tight, params)] == expected
-    assert preempted
 
 
 def test_what_cannot_be_compiled_fails_alone(engine):

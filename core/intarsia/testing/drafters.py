@@ -203,12 +203,12 @@ class DrafterContract(DrafterCase):
         with scratch() as folder, self.drafting(self.model(folder)) as engine:
             before = ask(engine, PROMPTS[1], params)
             inner = watched(engine).inner
-            assert list(unharmed("propose of nothing", lambda: inner.propose([]))) == [], "drafts for no request"
+            assert list(unharmed("propose of nothing", inner.propose, [])) == [], "drafts for no request"
             for _ in range(2):
-                unharmed("forget of a stranger", lambda: inner.forget(stranger))
-            unharmed("observe of nothing", lambda: inner.observe((), cost))
+                unharmed("forget of a stranger", inner.forget, stranger)
+            unharmed("observe of nothing", inner.observe, (), cost)
             verified = [Verified(sequence_id=stranger, drafted=3, accepted=1)]
-            unharmed("observe of a stranger", lambda: inner.observe(verified, cost))
+            unharmed("observe of a stranger", inner.observe, verified, cost)
             assert ask(engine, PROMPTS[1], params) == before
             no_faults(engine)
 
@@ -225,7 +225,7 @@ class DrafterContract(DrafterCase):
         """`num_bytes` is a whole number from 0, the same however often it is asked."""
         with scratch() as folder, self.drafting(self.model(folder)) as engine:
             layout = engine.parts.layout
-            told = [unharmed("num_bytes", lambda: watched(engine).inner.num_bytes(layout)) for _ in range(2)]
+            told = [unharmed("num_bytes", watched(engine).inner.num_bytes, layout) for _ in range(2)]
         assert all(type(one) is int and one >= 0 for one in told), f"num_bytes says {told[0]!r}"
         assert told[0] == told[1], f"num_bytes says {told[0]}, then {told[1]}"
 

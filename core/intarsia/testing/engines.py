@@ -74,9 +74,9 @@ def said(choice: Any) -> tuple[Any, ...]:
     return tuple(choice.token_ids), choice.finish_reason, logprobs
 
 
-def unharmed(doing: str, call: Callable[[], T]) -> T:
+def unharmed(doing: str, call: Callable[..., T], *args: Any) -> T:
     """Return what a call returns; what it raises is a fault."""
     try:
-        return call()
+        return call(*args)
     except Exception as error:
         raise AssertionError(f"{doing}: {type(error).__name__}: {error}") from error
