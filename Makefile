@@ -26,15 +26,17 @@ lint: setup  ## ruff, mypy strict, import rules, generated pages up to date
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python docs/contracts_page.py --check
+	$(BIN)/python docs/surface.py --check
 	$(BIN)/python docs/wire_vectors.py --check
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup  ## rewrite the generated pages: docs/{hooks,config,contracts}.md, docs/wire-vectors.json
+docs: setup  ## rewrite the generated pages: docs/{hooks,config,contracts}.md, docs/surface.txt, docs/wire-vectors.json
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/contracts_page.py
+	$(BIN)/python docs/surface.py
 	$(BIN)/python docs/wire_vectors.py
 
 gpu-kernels: setup  ## compile every form of every Triton kernel, and rewrite docs/gpu-kernels.json; minutes
