@@ -145,6 +145,25 @@ ELSEWHERE: dict[str, Message] = {
     "control: reloaded": Message(
         "reloaded", "6", body={"applied": ["grace_s", "limits.requests"], "restart": ["limits.credit"]}
     ),
+    "control: swap": Message("swap", "7", body={"slot": "scheduler", "use": "static", "options": {"max_batch": 4}}),
+    "control: swapped": Message(
+        "swapped",
+        "7",
+        body={
+            "slot": "scheduler",
+            "before": "inflight",
+            "after": "static",
+            "time": 1.5,
+            "seconds": 0.0625,
+            "sequences": 3,
+            "kept": 2,
+        },
+    ),
+    "control: a swap that is refused": Message(
+        "error",
+        "7",
+        body={"code": "config", "field": "scheduler", "message": "scheduler: no part 'statik'.", "retry_after_s": None},
+    ),
     "events: a step": Message("event", seq=17, body=STEP),
 }
 #: name -> messages of one batch

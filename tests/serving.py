@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import zmq
 
-from intarsia.errors import InvalidRequestError, OverloadedError
+from intarsia.errors import CompositionError, ConfigError, InvalidRequestError, OverloadedError, PluginError
 from intarsia.types import Output, Timings, Usage
 from intarsia_zmq.frontend import places_of
 from intarsia_zmq.limits import CLIENT_LIMITS
@@ -27,6 +27,8 @@ class FakeEngine:
         self.step_s, self.max_running, self.max_waiting = step_s, max_running, max_waiting
         self.running, self.waiting, self.unclaimed = {}, deque(), []
         self.order, self.steps, self.closed, self.broken = [], 0, False, None
+        self.scheduler, self.may_swap = "inflight", threading.Event()
+        self.may_swap.set()
         self.may_step = threading.Event()
         self.may_step.set()
         spec = SimpleNamespace(chat_template=None)
@@ -116,7 +118,31 @@ class FakeEngine:
         }
 
     def explain(self):
-        return {"hash": "abc", "model": {"family": "fake"}}
+        part = {"key": self.scheduler, "provider": "fake (- -)", "asked_by": "config", "reason": "it is there"}
+        report = {"hash": "abc", "model": {"family": "fake"}}
+        return report if self.scheduler == "inflight" else report | {"hash": "def", "parts": {"scheduler": part}}
+
+    def swap(self, slot, choice):
+        self.may_swap.wait(PATIENCE_S)
+        if slot != "scheduler":
+            raise CompositionError(f"{slot}: it cannot be replaced", field=slot)
+        if choice.use == "broken":
+            raise PluginError("scheduler 'broken' did not take over", field=slot)
+        if choice.use == "a bug":
+            raise RuntimeError("secret")
+        if choice.options:
+            raise ConfigError("scheduler.x: unknown option", field="scheduler.x")
+        before, self.scheduler = self.scheduler, choice.use
+        count = len(self.running) + len(self.waiting)
+        return {
+            "slot": slot,
+            "before": before,
+            "after": choice.use,
+            "time": 1.5,
+            "seconds": 0.25,
+            "sequences": count,
+            "kept": 0,
+        }
 
     def close(self):
         self.closed = True

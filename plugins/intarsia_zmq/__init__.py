@@ -12,9 +12,16 @@ from intarsia_zmq.options import ZmqOptions
 if TYPE_CHECKING:
     from intarsia_zmq.aio import AsyncClient as AsyncClient
     from intarsia_zmq.client import Client as Client
+    from intarsia_zmq.control_client import AsyncControlClient as AsyncControlClient
+    from intarsia_zmq.control_client import ControlClient as ControlClient
 
 #: Where the clients are; they are imported when they are asked for.
-_CLIENTS = {"Client": "client", "AsyncClient": "aio"}
+_CLIENTS = {
+    "Client": "client",
+    "AsyncClient": "aio",
+    "ControlClient": "control_client",
+    "AsyncControlClient": "control_client",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -45,6 +52,8 @@ def provide_commands() -> list[Provider]:
         "client": "Have a server answer a prompt.",
         "health": "Tell whether a server is alive and ready.",
         "control": "Look after a server on this machine: status, drain, pause, resume, reload, shutdown.",
+        "swap": "Replace a part of a running server's engine; no request is lost.",
+        "live": "Show what a running server's engine is made of, what was swapped, and where its time goes.",
         "keygen": "Make CURVE key pairs for a server and its clients.",
     }
     route = "Serve at one address what several servers do, and look after these."

@@ -1,4 +1,4 @@
-"""The commands around a server: `intarsia client`, `health`, `control` and `keygen`."""
+"""The commands around a server: `intarsia client`, `health`, `control`, `swap`, `live` and `keygen`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from attrs import frozen
 
 from intarsia.errors import ConfigError, IntarsiaError
 from intarsia.protocols import Context
+from intarsia_zmq.changes import read_changes
 from intarsia_zmq.client import Client
 from intarsia_zmq.client_command import client, connection_options
 from intarsia_zmq.control_client import ask_control, default_control
 from intarsia_zmq.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, write_keys
+from intarsia_zmq.live_command import live
+from intarsia_zmq.swap_command import swap
 
 
 @frozen
@@ -129,31 +132,6 @@ def reload(place: dict[str, Any], *, options: tuple[str, ...]) -> None:
     _tell(place, "reload", {"options": read_changes(options)} if options else {})
 
 
-def read_changes(changes: tuple[str, ...]) -> dict[str, Any]:
-    """Return `limits.requests=100` and the like as a map of maps; values are JSON, or texts.
-
-    Raises:
-        ConfigError: one has no value, or goes below one that is no map.
-    """
-    made: dict[str, Any] = {}
-    for change in changes:
-        path, equals, text = change.partition("=")
-        *folders, name = path.split(".")
-        if not equals or not all((*folders, name)):
-            raise ConfigError(f"{change!r} is not OPTION=VALUE, such as limits.requests=100", field=path)
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        inner: Any = made
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"{path}: {folder} has a value already, and is no map", field=path)
-        inner[name] = value
-    return made
-
-
 def _tell(place: dict[str, Any], kind: str, body: dict[str, Any]) -> None:
     address = place["address"] or default_control()
     answer = ask_control(address, kind, body, timeout_s=place["timeout_s"])
@@ -208,3 +186,5 @@ build_client = _builder(client)
 build_health = _builder(health)
 build_control = _builder(control)
 build_keygen = _builder(keygen)
+build_swap = _builder(swap)
+build_live = _builder(live)

@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from attrs import define, evolve
+from attrs import define, evolve, field, frozen
 
-from intarsia.errors import IntarsiaError, InvalidRequestError
+from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, OverloadedError
+from intarsia.protocols import EngineHandle
+from intarsia.types import Choice
 from intarsia_zmq.dispatch import Dispatch
 from intarsia_zmq.errors import UnsupportedError
-from intarsia_zmq.handover import Admit
+from intarsia_zmq.handover import Admit, Answered, Ask
 from intarsia_zmq.limits import WireLimits
 from intarsia_zmq.messages import error_message
+from intarsia_zmq.questions import RETRY_S
 from intarsia_zmq.verbs import wrong
 from intarsia_zmq.wire import Frames, Message, decode, encode
 
 log = logging.getLogger("intarsia.zmq")
 
 #: What is understood here; docs/wire-protocol.md says what each does.
-KINDS = ("status", "drain", "pause", "resume", "reload", "shutdown", "ping")
+KINDS = ("status", "drain", "pause", "resume", "reload", "swap", "shutdown", "ping")
 _LEVELS = ("debug", "info", "warning", "error")
 _SECONDS = ("grace_s", "stall_timeout_s")
 _SESSION_COUNTS = ("buffer_bytes", "client_bytes")
 _LIMITS = ("sessions", "requests", "requests_of_client", "questions_of_client", "waiting_bytes")
+
+
+@frozen
+class ControlAsked:
+    """Whose question on the control socket the engine answers."""
+
+    connection: bytes
+    request_id: str
+
+
+def _swap_part(slot: str, choice: Choice, engine: EngineHandle) -> Mapping[str, Any]:
+    """Called on the engine's thread, between two steps."""
+    return {"swapped": dict(engine.swap(slot, choice)), "explained": engine.explain()}
 
 
 @define(eq=False, kw_only=True)
@@ -40,12 +57,19 @@ class Control:
     dispatch: Dispatch
     reread_keys: Callable[[], None]
     wire: WireLimits
+    _swapping: bool = field(default=False, init=False)
 
-    def receive(self, frames: Frames) -> Frames:
-        """Take a message and return its answer; nothing that it holds raises."""
+    def receive(self, frames: Frames, connection: bytes = b"") -> Frames | None:
+        """Take a message and return its answer; None where the engine is asked: `answered` gives it.
+
+        Nothing that the message holds raises.
+        """
         message = Message("")
         try:
             (message,) = decode(frames, self.wire)
+            if message.kind == "swap":
+                self._swap(message, connection)
+                return None
             answer = self._answer(message)
         except IntarsiaError as error:
             answer = error_message(error, message.id)
@@ -79,6 +103,40 @@ class Control:
         if kind != "status":
             log.info("control: %s; the server is %s", kind, lifecycle.state)
         return Message("status", message.id, 0, self.dispatch.figures())
+
+    # --- swap ---------------------------------------------------------------------------------------------------------
+
+    def _swap(self, message: Message, connection: bytes) -> None:
+        """Ask the engine to replace a part; one swap at a time."""
+        lifecycle, body = self.dispatch.lifecycle, message.body
+        slot, use, options = body.get("slot"), body.get("use"), body.get("options", {})
+        if not isinstance(slot, str):
+            raise wrong("slot", slot, "a slot, such as scheduler")
+        if not isinstance(use, str):
+            raise wrong("use", use, "the key of a part, such as inflight")
+        if not isinstance(options, dict):
+            raise wrong("options", options, "a map of the part's options")
+        if lifecycle.failure is not None:
+            raise ExecutionError("the engine failed; nothing of it can be replaced")
+        if not lifecycle.started:
+            raise OverloadedError("the engine is starting; ask again when it is ready", retry_after_s=RETRY_S)
+        if self._swapping:
+            raise OverloadedError("swap: another one is under way", retry_after_s=RETRY_S)
+        self._swapping = True
+        question = partial(_swap_part, slot, Choice(use, options))
+        lifecycle.loop.post(Ask(ControlAsked(connection, message.id), question, message=message))
+
+    def answered(self, answered: Answered) -> tuple[bytes, Frames]:
+        """Return where the engine's answer goes, and its frames."""
+        asked: ControlAsked = answered.tag
+        self._swapping = False
+        if answered.error is not None:
+            log.warning("control: a swap is refused: %s", answered.error)
+            return asked.connection, encode(error_message(answered.error, asked.request_id))
+        done = answered.answer["swapped"]
+        self.dispatch.describe(answered.answer["explained"])
+        log.info("control: swap: %s %s -> %s", done["slot"], done["before"], done["after"])
+        return asked.connection, encode(Message("swapped", asked.request_id, 0, done))
 
     # --- reload -------------------------------------------------------------------------------------------------------
 

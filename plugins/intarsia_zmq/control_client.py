@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from attrs import frozen
 
 from intarsia.errors import ConfigError
 from intarsia_zmq.calls import ConnectionLostError
@@ -33,6 +35,96 @@ def default_control(port: str = "5555") -> str:
             field="control",
         )
     return f"ipc://{folder}/intarsia-{port}.control"
+
+
+@frozen
+class ControlClient:
+    """Looks after a server by its control socket. Each call connects, asks and returns the body of the answer.
+
+    Attributes:
+        address: of the control socket.
+        timeout_s: how long each call waits.
+
+    Raises:
+        ConfigError: the address is none.
+        ConnectionLostError: no answer within the time.
+        IntarsiaError: the server refuses; its subclass says why.
+    """
+
+    address: str
+    timeout_s: float = 10.0
+
+    def status(self) -> dict[str, Any]:
+        """Return the server's state and figures."""
+        return self._ask("status")
+
+    def drain(self) -> dict[str, Any]:
+        """Have it take no new requests."""
+        return self._ask("drain")
+
+    def pause(self) -> dict[str, Any]:
+        """Have it begin no step."""
+        return self._ask("pause")
+
+    def resume(self) -> dict[str, Any]:
+        """End a pause or a drain."""
+        return self._ask("resume")
+
+    def shutdown(self, *, now: bool = False) -> dict[str, Any]:
+        """Have it drain and end, or end at once."""
+        return self._ask("shutdown", {"now": now})
+
+    def reload(self, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Reread keys, and change options of the frontend; return which were applied, and which need a restart."""
+        return self._ask("reload", {"options": options or {}})
+
+    def swap(self, slot: str, use: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Replace a part of the engine while requests run; return what was done, see `Engine.swap`."""
+        return self._ask("swap", {"slot": slot, "use": use, "options": options or {}})
+
+    def _ask(self, kind: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return ask_control(self.address, kind, body, timeout_s=self.timeout_s)
+
+
+@frozen
+class AsyncControlClient:
+    """`ControlClient` for the tasks of an event loop: each call waits in a thread."""
+
+    address: str
+    timeout_s: float = 10.0
+
+    async def status(self) -> dict[str, Any]:
+        """Return the server's state and figures."""
+        return await self._call("status")
+
+    async def drain(self) -> dict[str, Any]:
+        """Have it take no new requests."""
+        return await self._call("drain")
+
+    async def pause(self) -> dict[str, Any]:
+        """Have it begin no step."""
+        return await self._call("pause")
+
+    async def resume(self) -> dict[str, Any]:
+        """End a pause or a drain."""
+        return await self._call("resume")
+
+    async def shutdown(self, *, now: bool = False) -> dict[str, Any]:
+        """Have it drain and end, or end at once."""
+        return await self._call("shutdown", now=now)
+
+    async def reload(self, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Reread keys, and change options of the frontend; return which were applied, and which need a restart."""
+        return await self._call("reload", options=options)
+
+    async def swap(self, slot: str, use: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Replace a part of the engine while requests run; return what was done, see `Engine.swap`."""
+        return await self._call("swap", slot=slot, use=use, options=options)
+
+    async def _call(self, name: str, **arguments: Any) -> dict[str, Any]:
+        call = getattr(ControlClient(self.address, self.timeout_s), name)
+        answer: dict[str, Any] = await asyncio.to_thread(call, **arguments)
+        return answer
 
 
 def ask_control(address: str, kind: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:

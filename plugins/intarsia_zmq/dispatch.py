@@ -241,6 +241,11 @@ class Dispatch:
             raise wrong("from", None, "the number of an event")
         self._reply(session, Message("events", message.id, 0, self.events.since(body["from"])))
 
+    def describe(self, explained: Mapping[str, Any]) -> None:
+        """Tell clients from now on that the engine is made of this."""
+        self.explained = explained
+        self.served = evolve(self.served, composition={"hash": explained["hash"]})
+
     # --- from the engine ----------------------------------------------------------------------------------------------
 
     def deliver(self, outputs: Iterable[Output]) -> None:

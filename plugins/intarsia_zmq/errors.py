@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, OverloadedError
+from intarsia.errors import (
+    CompositionError,
+    ConfigError,
+    ExecutionError,
+    IntarsiaError,
+    InvalidRequestError,
+    OverloadedError,
+    PluginError,
+)
 
 #: Longer messages are cut: a value that is quoted may be as long as a message.
 _MAX_TEXT = 1000
@@ -61,6 +69,9 @@ CODES: Mapping[str, type[IntarsiaError]] = {
         DrainingError,
         SlowReaderError,
         ExecutionError,
+        ConfigError,
+        CompositionError,
+        PluginError,
         InternalError,
     )
 }

@@ -16,7 +16,7 @@ from intarsia.errors import ExecutionError, IntarsiaError
 from intarsia.protocols import EngineHandle
 from intarsia.types import Output
 from intarsia_zmq.admission import Admission, AdmissionLimits
-from intarsia_zmq.control import Control
+from intarsia_zmq.control import Control, ControlAsked
 from intarsia_zmq.dispatch import Dispatch
 from intarsia_zmq.engine_loop import EngineLoop
 from intarsia_zmq.events import Events
@@ -211,8 +211,10 @@ class Server:
         until = self._clock() + _TURN_S
         while (found := router.receive()) is not None:
             connection, frames, _ = found
-            # Whoever does not take an answer does not want it.
-            router.send(connection, self._control.receive(frames), keep=False)
+            answer = self._control.receive(frames, connection)
+            if answer is not None:
+                # Whoever does not take an answer does not want it.
+                router.send(connection, answer, keep=False)
             if self._clock() >= until:
                 return
 
@@ -243,6 +245,9 @@ class Server:
                 self._lifecycle.started = False
             case Refused():
                 self._dispatch.refuse(report)
+            case Answered(tag=ControlAsked()):
+                assert self._sockets.control is not None
+                self._sockets.control.send(*self._control.answered(report), keep=False)
             case Answered():
                 self._dispatch.answer(report)
             case Figures():
@@ -259,8 +264,8 @@ class Server:
         model = {**dispatch.served.model, **started.model}
         max_len = model["max_model_len"]
         assert max_len is not None
-        dispatch.explained = started.explained
-        dispatch.served = evolve(dispatch.served, model=model, composition={"hash": started.explained["hash"]})
+        dispatch.served = evolve(dispatch.served, model=model)
+        dispatch.describe(started.explained)
         offered = dispatch.sessions.offered
         dispatch.sessions.offered = evolve(offered, prompt_tokens=min(offered.prompt_tokens, max_len))
         self._lifecycle.started = True

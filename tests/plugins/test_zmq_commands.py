@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from intarsia.cli import run
-from intarsia_zmq.commands import read_changes
+from intarsia_zmq.changes import read_changes
 from intarsia_zmq.keys import read_key_pair, read_public_key
+from intarsia_zmq.swap_command import control_of
 from serving import FakeEngine, eventually, serving
 from wire_server import WireServer, idle
 
@@ -216,6 +217,98 @@ def test_changes_are_read_as_json_or_text_by_path():
     for wrong in (("x",), ("=3",), ("a..b=1",), ("a=1", "a.b=2")):
         with pytest.raises(ConfigError):
             read_changes(wrong)
+
+
+# --- swap and live ----------------------------------------------------------------------------------------------------
+
+
+def test_swap_says_what_was_done_and_fails_by_name(cli, tmp_path):
+    with serving(tmp_path) as running:
+        eventually(lambda: running.control("status").body["state"] == "ready")
+        where = ("--control", running.server.addresses["control"])
+        code, out, _ = cli("swap", "scheduler=static", *where)
+        assert (code, out) == (0, "scheduler: inflight -> static in 250.0 ms; none was running\n")
+        code, out, _ = cli("swap", "scheduler=inflight", "--json", *where)
+        assert code == 0 and json.loads(out)["after"] == "inflight"
+        code, out, err = cli("swap", "scheduler=static", "-o", "scheduler.x=1", *where)
+        assert (code, out) == (2, "") and "scheduler.x: unknown option" in err
+        code, _, err = cli("swap", "cache=paged", *where)
+        assert code == 2 and "cannot be replaced" in err
+        code, _, err = cli("swap", "scheduler=broken", *where)
+        assert code == 2 and "did not take over" in err
+
+
+def test_swap_finds_the_control_socket_of_an_address(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with serving(tmp_path, bind="tcp://127.0.0.1:*", control=f"ipc://{tmp_path}/intarsia-77.control"):
+        code, _, err = cli("swap", "scheduler=static", "--address", "tcp://127.0.0.1:77")
+        assert code == 0 or "starting" in err
+    assert control_of("ipc:///somewhere/data.ipc") == f"ipc://{tmp_path}/intarsia-data.ipc.control"
+    code, _, err = cli("swap", "scheduler=static", "--address", "tcp://192.168.0.9:5555")
+    assert code == 2 and "beyond this machine" in err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("scheduler",),
+        ("=static",),
+        ("scheduler=",),
+        ("scheduler.use=static",),
+        ("scheduler=static", "-o", "cache.page_size=3"),
+        ("scheduler=static", "-o", "scheduler=inflight"),
+        ("scheduler=static", "-o", "scheduler.max_batch"),
+    ],
+)
+def test_a_swap_that_is_no_swap_is_refused_before_anything_is_asked(cli, args):
+    code, out, err = cli("swap", *args)
+    assert (code, out) == (2, "") and "Traceback" not in err and "is a server there" not in err
+
+
+PART = {"provider": "inflight (intarsia 1)", "asked_by": "auto", "reason": "fills every step anew\x1b[2J"}
+SPENT = {
+    "scheduler.inflight": {"seconds": 0.25, "calls": 1234, "share": 0.125},
+    "core.loop": {"seconds": 1.75, "calls": 7, "share": 0.875},
+}
+
+
+class Told(FakeEngine):
+    """Says of itself what an engine does."""
+
+    def explain(self):
+        done = {"slot": "scheduler", "before": "static", "after": "inflight", "time": 1.5, "seconds": 0.5}
+        parts = {"scheduler": {"key": "inflight", **PART}, "kernels": {"key": "a+b", "all": [{"key": "a", **PART}]}}
+        return super().explain() | {"parts": parts, "swaps": [done | {"sequences": 3, "kept": 2}]}
+
+    def stats(self):
+        return super().stats() | {"time": SPENT, "generated_tokens": 9}
+
+
+def test_live_shows_parts_with_their_time_what_was_swapped_and_the_state(cli, tmp_path):
+    with serving(tmp_path, Told()) as running:
+        eventually(lambda: running.control("status").body["state"] == "ready")
+        code, out, _ = cli("live", "--address", running.address)
+        assert code == 0
+        table, swaps, state = out.split("\n\n")
+        rows = [line.split() for line in table.splitlines()]
+        assert rows[0] == ["slot", "part", "provider", "by", "share", "seconds", "calls", "why"]
+        assert rows[1][:2] == ["scheduler", "inflight"] and {"12.5%", "0.250", "1234"} <= set(rows[1])
+        assert rows[2][:2] == ["kernels", "a"] and "%" not in table.splitlines()[2]
+        assert rows[3] == ["core", "loop", "87.5%", "1.750", "7"]
+        assert "\x1b" not in out and "scheduler: static -> inflight in 500.0 ms; 3 sequences go on, 2" in swaps
+        assert state.startswith("ready: 0 sequences run, 0 wait; 0 steps, 9 tokens") and state.endswith("hash abc\n")
+        for command in (("live",), ("explain", "--live")):
+            code, out, _ = cli(*command, "--address", running.address, "--json")
+            told = json.loads(out)
+            assert code == 0 and told["explained"]["hash"] == "abc" and told["figures"]["engine"]["time"] == SPENT
+
+
+@pytest.mark.parametrize(
+    "args", [("--address", "tcp://127.0.0.1:1"), ("--live", "-m", "smollm2"), ("--live", "-o", "scheduler=static")]
+)
+def test_what_means_nothing_beside_live_is_refused(cli, args):
+    code, out, err = cli("explain", *args)
+    assert (code, out) == (2, "") and "--live" in err
 
 
 # --- keygen -----------------------------------------------------------------------------------------------------------

@@ -28,12 +28,19 @@ _REFERENCE = "torch"
 @click.command()
 @config_options
 @click.option("--json", "wants_json", is_flag=True, help="Print a JSON object.")
+@click.option("--live", "is_live", is_flag=True, help="Of a running server's engine: also swaps, and time per part.")
+@click.option("--address", metavar="URL", help="With --live: the server's. `intarsia live` has options for keys.")
 @click.pass_obj
-def explain(signals: Signals, *, config: EngineConfig, wants_json: bool) -> None:
+def explain(signals: Signals, *, config: EngineConfig, wants_json: bool, is_live: bool, address: str | None) -> None:
     """Show an engine's parts, why each, and its memory.
 
     For each part: who provides it, who asked for it and why. The engine is composed and checked; no weights load.
     """
+    if is_live:
+        _ask_server(address, wants_json=wants_json)
+        return
+    if address is not None:
+        raise click.UsageError("--address names a running server, which --live asks; add --live")
     check_model(config)
     report, parts = _compose(config, signals)
     if wants_json:
@@ -42,6 +49,23 @@ def explain(signals: Signals, *, config: EngineConfig, wants_json: bool) -> None
     show(_parts(report["parts"]))
     write("\n")
     show(_facts(report, parts.layout))
+
+
+def _ask_server(address: str | None, *, wants_json: bool) -> None:
+    """Have the command `live` of a plugin that serves ask a running engine; usage errors name what means nothing."""
+    context = click.get_current_context()
+    for name in ("model", "file", "overrides"):
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--live shows what runs: it has no place for {name!r}; leave it out")
+    program = context.parent
+    command = (
+        program.command.get_command(program, "live") if program and isinstance(program.command, click.Group) else None
+    )
+    if command is None:
+        raise click.UsageError("--live: no plugin that is installed has the command `live`, which asks a server")
+    arguments = [*(() if address is None else ("--address", address)), *(("--json",) if wants_json else ())]
+    with command.make_context("live", arguments, parent=program) as live:
+        command.invoke(live)
 
 
 def _compose(config: EngineConfig, signals: Signals) -> tuple[dict[str, Any], Parts]:

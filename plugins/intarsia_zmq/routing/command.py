@@ -11,7 +11,8 @@ import click
 
 from intarsia.errors import ConfigError, did_you_mean
 from intarsia.protocols import Context
-from intarsia_zmq.commands import ZmqCommand, read_changes
+from intarsia_zmq.changes import read_changes
+from intarsia_zmq.commands import ZmqCommand
 from intarsia_zmq.control_client import ask_control, default_control
 from intarsia_zmq.options import Limits, RouteOptions, ZmqOptions
 from intarsia_zmq.routing.server import ReplicaKeys, open_router

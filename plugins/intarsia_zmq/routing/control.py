@@ -10,6 +10,7 @@ from attrs import define
 
 from intarsia.errors import ConfigError, InvalidRequestError
 from intarsia_zmq.control import Control
+from intarsia_zmq.errors import UnsupportedError
 from intarsia_zmq.routing.loop import RoutingLoop
 from intarsia_zmq.security import read_address
 from intarsia_zmq.verbs import wrong
@@ -48,6 +49,10 @@ class RoutingControl(Control):
             change[kind](name)
             log.info("control: %s %s", kind, name)
         return Message("replicas", message.id, 0, {"replicas": self.loop.fleet.listed()})
+
+    def _swap(self, message: Message, connection: bytes) -> None:
+        del message, connection
+        raise UnsupportedError("swap: a router has no engine; swap at the control socket of each replica", field="kind")
 
     def _add(self, name: str) -> None:
         try:
