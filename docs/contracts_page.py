@@ -13,15 +13,6 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
 
-from intarsia.testing.allocators import AllocatorContract  # noqa: E402
-from intarsia.testing.attention_backends import AttentionContract  # noqa: E402
-from intarsia.testing.claims import claims  # noqa: E402
-from intarsia.testing.drafters import DrafterContract  # noqa: E402
-from intarsia.testing.executors import ExecutorContract  # noqa: E402
-from intarsia.testing.logits_processors import LogitsProcessorContract  # noqa: E402
-from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
-from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
-
 from contracts import (  # noqa: E402
     allocator_faults,
     attention_faults,
@@ -29,8 +20,18 @@ from contracts import (  # noqa: E402
     executor_faults,
     processor_faults,
     quantizer_faults,
+    runner_faults,
     scheduler_faults,
 )
+from intarsia.testing.allocators import AllocatorContract  # noqa: E402
+from intarsia.testing.attention_backends import AttentionContract  # noqa: E402
+from intarsia.testing.claims import claims  # noqa: E402
+from intarsia.testing.drafters import DrafterContract  # noqa: E402
+from intarsia.testing.executors import ExecutorContract  # noqa: E402
+from intarsia.testing.logits_processors import LogitsProcessorContract  # noqa: E402
+from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
+from intarsia.testing.runners import RunnerContract  # noqa: E402
+from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
 
 INTRO = """\
 <!-- Written by docs/contracts_page.py from the code: change that, then run it. -->
@@ -62,6 +63,7 @@ SUITES = (
     ("Quantizers", "intarsia.testing.quantizers", QuantizerContract, quantizer_faults.FAULTS),
     ("Drafters", "intarsia.testing.drafters", DrafterContract, drafter_faults.FAULTS),
     ("Logits processors", "intarsia.testing.logits_processors", LogitsProcessorContract, processor_faults.FAULTS),
+    ("Runners", "intarsia.testing.runners", RunnerContract, runner_faults.FAULTS),
 )
 
 

@@ -5,15 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from contracts.planted import failure
-from intarsia.testing.allocators import AllocatorContract
-from intarsia.testing.attention_backends import AttentionContract
-from intarsia.testing.claims import claims
-from intarsia.testing.drafters import DrafterContract
-from intarsia.testing.executors import ExecutorContract
-from intarsia.testing.logits_processors import LogitsProcessorContract
-from intarsia.testing.quantizers import QuantizerContract
-from intarsia.testing.schedulers import SchedulerContract
 
 from contracts import (
     allocator_faults,
@@ -22,8 +13,19 @@ from contracts import (
     executor_faults,
     processor_faults,
     quantizer_faults,
+    runner_faults,
     scheduler_faults,
 )
+from contracts.planted import failure
+from intarsia.testing.allocators import AllocatorContract
+from intarsia.testing.attention_backends import AttentionContract
+from intarsia.testing.claims import claims
+from intarsia.testing.drafters import DrafterContract
+from intarsia.testing.executors import ExecutorContract
+from intarsia.testing.logits_processors import LogitsProcessorContract
+from intarsia.testing.quantizers import QuantizerContract
+from intarsia.testing.runners import RunnerContract
+from intarsia.testing.schedulers import SchedulerContract
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
@@ -34,6 +36,7 @@ KINDS = {
     "quantizers": (QuantizerContract, quantizer_faults),
     "drafters": (DrafterContract, drafter_faults),
     "logits_processors": (LogitsProcessorContract, processor_faults),
+    "runners": (RunnerContract, runner_faults),
 }
 PLANTED = [
     pytest.param(planted.contract, fault, id=f"{kind}-{fault.part.__name__}")

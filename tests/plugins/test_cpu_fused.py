@@ -14,8 +14,9 @@ from intarsia import SamplingParams
 from intarsia.errors import CompositionError
 from intarsia.hookspecs import hookimpl
 from intarsia.testing import poison_cache, prompt_logits
+from intarsia.testing.runners import RunnerContract
 from intarsia.types import DENSE, MoeSpec, Provider, Unfit, Weight
-from intarsia_cpu import build
+from intarsia_cpu import build, provide_runners
 from intarsia_cpu import runner as fused
 from models import tiny_llama
 
@@ -339,3 +340,14 @@ def test_what_it_is_asked_decides_and_nothing_else():
     ):
         found = asked(**changes)
         assert isinstance(found, Unfit) and reason in found.reason
+
+
+# --- the contract -----------------------------------------------------------------------------------------------------
+
+
+class TestFused(RunnerContract):
+    # Its own attention alone reads what it writes.
+    lays_out_pages = True
+
+    def provider(self):
+        return provide_runners()[0]

@@ -16,6 +16,7 @@ from intarsia.defaults.attention import RowByRowAttention, eager_row
 from intarsia.errors import CompositionError, ConfigError, ExecutionError
 from intarsia.hookspecs import hookimpl
 from intarsia.protocols import InnerRunner, RunnerContext
+from intarsia.testing.runners import RunnerContract
 from intarsia.types import (
     AttentionSpec,
     CacheGroup,
@@ -416,3 +417,19 @@ def test_a_batch_of_padding_writes_to_the_spare_page_alone():
 def test_wrong_options_are_named(model, name, value):
     with pytest.raises(ConfigError, match=name):
         graph_engine(model, RecordedGraphs(), options={name: value})
+
+
+# --- the contract -----------------------------------------------------------------------------------------------------
+
+
+class TestRecorded(RunnerContract):
+    """Graphs that are recorded calls, in buckets that some batches fit and others do not."""
+
+    options = {"inner": "eager", "buckets": [2, 4, 8], "lengths": [24]}  # noqa: RUF012
+    sections = {"attention": "fixed"}  # noqa: RUF012
+
+    def provider(self):
+        return faked(RecordedGraphs()).provide_runners()[0]
+
+    def plugins(self):
+        return [types.SimpleNamespace(provide_attention_backends=faked(None).provide_attention_backends)]

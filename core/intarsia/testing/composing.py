@@ -72,7 +72,7 @@ def _implementation(hook: str, providers: list[Provider]) -> Any:
     def provide() -> list[Provider]:
         return providers
 
-    return staticmethod(hookimpl(provide, specname=hook))
+    return staticmethod(hookimpl(specname=hook)(provide))
 
 
 def composed(
