@@ -1,4 +1,4 @@
-"""`intarsia plugins`: what was discovered, by hook."""
+"""`intarsia plugins`: what was discovered, by hook; with `check` and `new`, for authors."""
 
 from __future__ import annotations
 
@@ -10,20 +10,40 @@ from typing import Any
 import click
 
 from intarsia.cli.options import plugin_options
+from intarsia.cli.plugins_check import check
+from intarsia.cli.plugins_new import new
 from intarsia.cli.terminal import note, show, table, write
+from intarsia.deprecations import uses
+from intarsia.errors import did_you_mean
 from intarsia.hookspecs import KINDS, hook_docs
 from intarsia.plugins import Registry
 from intarsia.types import EngineConfig
 
 
-@click.command()
+class _Group(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands:
+            raise click.UsageError(f"no such command {args[0]!r}.{did_you_mean(args[0], self.commands)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Group, invoke_without_command=True)
 @plugin_options
 @click.option("--json", "wants_json", is_flag=True, help="Print a JSON list.")
-def plugins(*, config: EngineConfig, wants_json: bool) -> None:
+@click.pass_context
+def plugins(context: click.Context, *, config: EngineConfig, wants_json: bool) -> None:
     """List the parts that plugins offer, by hook.
 
     Plugins are chosen with `plugins.allow` and `plugins.block`: -o 'plugins.allow=[]' is the bare core.
+
+    For authors: `check` runs the contracts of a plugin's parts, `new` writes a plugin to begin with.
     """
+    if context.invoked_subcommand is not None:
+        if any(context.params.values()):
+            raise click.UsageError(f"-c, -o and --json are for the list; give {context.invoked_subcommand} its own")
+        return
     with contextlib.redirect_stdout(sys.stderr):
         registry = Registry.discover(config.engine.plugins)
     rows = _rows(registry)
@@ -33,6 +53,12 @@ def plugins(*, config: EngineConfig, wants_json: bool) -> None:
     _print_table(rows)
     if registry.left_out:
         note(f"left out by plugins.allow or .block: {', '.join(registry.left_out)}")
+    for use in (*registry.deprecated, *uses("name")):
+        note(f"deprecated: {use}")
+
+
+plugins.add_command(check)
+plugins.add_command(new)
 
 
 def _rows(registry: Registry) -> list[dict[str, Any]]:

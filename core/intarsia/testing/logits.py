@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from intarsia.executor import LocalExecutor
 from intarsia.types import Row
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ def prompt_logits(engine: Engine, token_ids: Sequence[int], *, chunk: int | None
     """
     import torch
 
+    from intarsia.executor import LocalExecutor
+
     executor, cache = engine.parts.executor, engine.parts.cache
     assert isinstance(executor, LocalExecutor)
     pieces = []
@@ -43,6 +44,8 @@ def prompt_logits(engine: Engine, token_ids: Sequence[int], *, chunk: int | None
 
 def poison_cache(engine: Engine) -> None:
     """Fill the whole cache with NaN: whatever reads a slot that holds no token shows it."""
+    from intarsia.executor import LocalExecutor
+
     executor = engine.parts.executor
     assert isinstance(executor, LocalExecutor)
     executor.poison()

@@ -1,0 +1,156 @@
+"""`intarsia plugins check`: the contracts of an installed plugin's parts, run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import click
+
+from intarsia.cli.outcomes import FAILED
+from intarsia.cli.plugins_facts import WHOLE, check_facts, names
+from intarsia.cli.plugins_report import PartReport, as_data, as_text
+from intarsia.cli.plugins_trial import Contracted, Trial, check_installed
+from intarsia.cli.terminal import fail, is_terminal, write
+from intarsia.errors import ConfigError, did_you_mean
+from intarsia.plugins import Offer, Plugin, Registry
+from intarsia.types import PluginsOptions
+
+#: A claim's test that takes longer hangs.
+_TIMEOUT_S = 600.0
+#: Letters of a line that shows progress.
+_LINE = 160
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    metavar="SLOT.KEY",
+    help="Run this part alone: scheduler.mine. Repeatable.",
+)
+@click.option("--claim", "claims", multiple=True, metavar="NAME", help="Run this claim alone. Repeatable.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_TIMEOUT_S,
+    metavar="S",
+    help=f"Seconds that one test of a claim may take. [default: {_TIMEOUT_S:g}]",
+)
+@click.option("--json", "wants_json", is_flag=True, help="Print a JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Print a line a part, and what is broken.")
+@click.option("-v", "--verbose", is_flag=True, help="Print the tracebacks of what is broken.")
+def check(
+    *,
+    name: str,
+    parts: tuple[str, ...],
+    claims: tuple[str, ...],
+    timeout_s: float,
+    wants_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Run the contracts of a plugin's parts, and report.
+
+    NAME is the plugin's, as `intarsia plugins` shows it. Each part runs under the suite of its kind, or under the
+    contract that the plugin ships for it. A claim is kept, skipped (the part does not make it), broken, or untold: the
+    contract must be told something first. Exits with 1 where a claim is broken, or nothing of a part is known.
+    """
+    check_installed()
+    with contextlib.redirect_stdout(sys.stderr):
+        plugin, offers = _find(name)
+    chosen = _chosen(plugin, offers, parts)
+    reports = _reports(plugin, offers, chosen, claims, timeout_s, whole=not parts)
+    _check_claims(reports, claims)
+    if claims:  # one that is asked for need not be one of every kind
+        reports = [report for report in reports if report.results or report.error]
+    if wants_json:
+        write(json.dumps(as_data(plugin, reports), indent=2) + "\n")
+    else:
+        write(as_text(plugin, reports, quiet=quiet, verbose=verbose))
+    failing = [report.part for report in reports if report.fails]
+    if failing:
+        fail(f"plugin {plugin.name!r} does not keep the contracts of {', '.join(failing)}")
+        raise click.exceptions.Exit(FAILED)
+
+
+def _find(name: str) -> tuple[Plugin, dict[str, Offer]]:
+    """Return the plugin, and its parts by `slot.key`; the defaults are beside it, and no other plugin is.
+
+    Raises:
+        ConfigError: there is no such plugin; the message has the nearest names.
+        PluginError: it cannot be used; says why.
+    """
+    try:
+        registry = Registry.discover(PluginsOptions(allow=(name,)))
+    except ConfigError as error:
+        # In the words of this command, which has no engine.plugins.allow.
+        raise ConfigError(str(error).partition(": ")[2], field="name") from None
+    plugin = next(each for each in registry.plugins if each.name == name)
+    mine = [offer for offer in registry.all_offers() if offer.plugin == plugin]
+    return plugin, {f"{offer.kind.slot}.{offer.provider.key}": offer for offer in mine}
+
+
+def _chosen(plugin: Plugin, offers: dict[str, Offer], parts: tuple[str, ...]) -> list[str]:
+    for part in parts:
+        if part not in offers:
+            raise ConfigError(f"--part: {plugin} has no part {part!r}.{did_you_mean(part, offers)}", field="part")
+    return list(dict.fromkeys(parts)) or list(offers)
+
+
+def _reports(
+    plugin: Plugin,
+    offers: dict[str, Offer],
+    chosen: list[str],
+    claims: tuple[str, ...],
+    timeout_s: float,
+    *,
+    whole: bool,
+) -> list[PartReport]:
+    """Check the plugin, unless parts are named, and run the contracts of the chosen parts."""
+    reports = {part: PartReport(part) for part in chosen}
+    if whole:
+        facts = PartReport(WHOLE, results=list(check_facts(plugin, list(offers.values()), claims)))
+        reports = {WHOLE: facts, **reports} if facts.results else reports
+    if not chosen or (claims and all(claim in names() for claim in claims)):
+        return list(reports.values())
+    with _progress() as show:
+        for found in Trial(plugin.name, chosen, claims, timeout_s, show).run():
+            report = reports[found.part]
+            if isinstance(found, Contracted):
+                report.contract, report.error, report.known = found.contract or "", found.error, found.claims
+            else:
+                report.results.append(found)
+    return list(reports.values())
+
+
+def _check_claims(reports: Iterable[PartReport], claims: tuple[str, ...]) -> None:
+    known = {*names(), *(claim for report in reports for claim in report.known)}
+    for claim in claims:
+        if claim not in known:
+            raise ConfigError(
+                f"--claim: none of these contracts has the claim {claim!r}.{did_you_mean(claim, known)}", field="claim"
+            )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, str], None]]:
+    """Show, where a person looks on, which claim runs."""
+    if not is_terminal(sys.stderr):
+        yield lambda _part, _claim: None
+        return
+
+    def show(part: str, claim: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{part}: {claim}"[:_LINE])
+        sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
