@@ -35,6 +35,7 @@ def try_batches(case: AttentionCase) -> None:
         # To shrink what fails takes long, and is of use where somebody looks at it.
         phases=(Phase.generate,) if case.derandomize else (Phase.generate, Phase.shrink),
         print_blob=False,
+        report_multiple_bugs=False,
     )
     @given(
         st.sampled_from(sorted(case.dtypes)),
