@@ -13,25 +13,28 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
 
-from contracts import (  # noqa: E402
-    allocator_faults,
-    attention_faults,
-    drafter_faults,
-    executor_faults,
-    processor_faults,
-    quantizer_faults,
-    runner_faults,
-    scheduler_faults,
-)
 from intarsia.testing.allocators import AllocatorContract  # noqa: E402
 from intarsia.testing.attention_backends import AttentionContract  # noqa: E402
 from intarsia.testing.claims import claims  # noqa: E402
 from intarsia.testing.drafters import DrafterContract  # noqa: E402
 from intarsia.testing.executors import ExecutorContract  # noqa: E402
+from intarsia.testing.loaders import LoaderContract  # noqa: E402
 from intarsia.testing.logits_processors import LogitsProcessorContract  # noqa: E402
 from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
 from intarsia.testing.runners import RunnerContract  # noqa: E402
 from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
+
+from contracts import (  # noqa: E402
+    allocator_faults,
+    attention_faults,
+    drafter_faults,
+    executor_faults,
+    loader_faults,
+    processor_faults,
+    quantizer_faults,
+    runner_faults,
+    scheduler_faults,
+)
 
 INTRO = """\
 <!-- Written by docs/contracts_page.py from the code: change that, then run it. -->
@@ -64,6 +67,7 @@ SUITES = (
     ("Drafters", "intarsia.testing.drafters", DrafterContract, drafter_faults.FAULTS),
     ("Logits processors", "intarsia.testing.logits_processors", LogitsProcessorContract, processor_faults.FAULTS),
     ("Runners", "intarsia.testing.runners", RunnerContract, runner_faults.FAULTS),
+    ("Loaders", "intarsia.testing.loaders", LoaderContract, loader_faults.FAULTS),
 )
 
 

@@ -5,27 +5,29 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from contracts import (
-    allocator_faults,
-    attention_faults,
-    drafter_faults,
-    executor_faults,
-    processor_faults,
-    quantizer_faults,
-    runner_faults,
-    scheduler_faults,
-)
 from contracts.planted import failure
 from intarsia.testing.allocators import AllocatorContract
 from intarsia.testing.attention_backends import AttentionContract
 from intarsia.testing.claims import claims
 from intarsia.testing.drafters import DrafterContract
 from intarsia.testing.executors import ExecutorContract
+from intarsia.testing.loaders import LoaderContract
 from intarsia.testing.logits_processors import LogitsProcessorContract
 from intarsia.testing.quantizers import QuantizerContract
 from intarsia.testing.runners import RunnerContract
 from intarsia.testing.schedulers import SchedulerContract
+
+from contracts import (
+    allocator_faults,
+    attention_faults,
+    drafter_faults,
+    executor_faults,
+    loader_faults,
+    processor_faults,
+    quantizer_faults,
+    runner_faults,
+    scheduler_faults,
+)
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
@@ -37,6 +39,7 @@ KINDS = {
     "drafters": (DrafterContract, drafter_faults),
     "logits_processors": (LogitsProcessorContract, processor_faults),
     "runners": (RunnerContract, runner_faults),
+    "loaders": (LoaderContract, loader_faults),
 }
 PLANTED = [
     pytest.param(planted.contract, fault, id=f"{kind}-{fault.part.__name__}")
