@@ -56,10 +56,12 @@ class TokenChoosing:
         if self._drafting is not None:
             self._drafting.stop()
 
-    def replace_drafter(self, drafter: Drafter | None, target: Target, entered: Sequence[Entered]) -> None:
+    def replace_drafter(
+        self, drafter: Drafter | None, target: Target, entered: Sequence[Entered], owner: Selection | None
+    ) -> None:
         """Draft by another from here on; where it cannot start, go on with the one before."""
         sampler = self._sampler
-        drafting = None if drafter is None else _drafting(drafter, sampler.num_ids, sampler.verify, self._times)
+        drafting = None if drafter is None else _drafting(drafter, sampler.num_ids, sampler.verify, self._times, owner)
         if drafting is not None:
             try:
                 drafting.start(target)

@@ -524,7 +524,8 @@ class Engine:
         assert isinstance(executor, ReplacesDrafter), "composition has checked that"
         entered = [s.entered() for name, s in self._sequences.items() if name in self._known]
         with refused(parts, "drafter", key_of(self.parts, "drafter")):
-            executor.replace_drafter(parts.drafter, entered)
+            owner = None if parts.drafter is None else parts.selection("drafter")
+            executor.replace_drafter(parts.drafter, entered, owner)
         self._adopt(config, parts)
         self._speculation = Speculation()
         return len(self._sequences)

@@ -21,7 +21,7 @@ import torch
 from attrs import define, evolve, field
 
 from intarsia.choosing import TokenChoosing, build_choosing
-from intarsia.protocols import Drafter, ExecutorContext, Progress
+from intarsia.protocols import Drafter, ExecutorContext, Progress, Selection
 from intarsia.sampling import Picked, to_device
 from intarsia.stage import ModelStage, build_stage, forward_batch
 from intarsia.types import (
@@ -254,10 +254,12 @@ class LocalExecutor:
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def replace_drafter(self, drafter: Drafter | None, entered: Sequence[Entered]) -> None:
+    def replace_drafter(
+        self, drafter: Drafter | None, entered: Sequence[Entered], owner: Selection | None = None
+    ) -> None:
         """Draft by another from here on, or not at all."""
         assert not self._steps, "a step is in flight"
-        self._choosing.replace_drafter(drafter, self, entered)
+        self._choosing.replace_drafter(drafter, self, entered, owner)
 
     def poison(self) -> None:
         """Fill the cache with NaN, for tests: what holds no token must not be read."""

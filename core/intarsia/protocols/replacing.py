@@ -8,6 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 from attrs import frozen
 
 from intarsia.protocols.choosing import Drafter
+from intarsia.protocols.composition import Selection
 from intarsia.protocols.scheduling import SequenceView
 from intarsia.types import Entered, SequenceId
 
@@ -61,7 +62,9 @@ class HandsOver(Protocol):
 class ReplacesDrafter(Protocol):
     """What an executor can do besides: take another drafter while requests run."""
 
-    def replace_drafter(self, drafter: Drafter | None, entered: Sequence[Entered]) -> None:
+    def replace_drafter(
+        self, drafter: Drafter | None, entered: Sequence[Entered], owner: Selection | None = None
+    ) -> None:
         """Start a drafter, which takes no memory of the device, and stop the one before; None drafts nothing from here.
 
         No step is in flight. Where it raises, nothing has changed.
@@ -69,5 +72,6 @@ class ReplacesDrafter(Protocol):
         Args:
             drafter: not started.
             entered: the sequences that have rows, with their tokens so far.
+            owner: whose drafter it is, for messages and figures.
         """
         ...
