@@ -18,6 +18,7 @@ from intarsia.cli.terminal import write
 from intarsia.protocols import Context
 from intarsia.types import EngineConfig
 from intarsia_bench import speculation_work
+from intarsia_bench.gains import ARRIVALS, gains, swaps_scheduler
 from intarsia_bench.peer import MODELS, Peer, command_of
 from intarsia_bench.peers import workloads
 from intarsia_bench.plot import check_can_plot, plot
@@ -56,6 +57,8 @@ class _Asked:
     names: tuple[str, ...]
     repeats: int
     vs: tuple[str, ...]
+    swaps: tuple[str, ...]
+    arrivals: bool
     peers: dict[str, list[str]]
     plot: Path | None
 
@@ -65,7 +68,7 @@ class _Asked:
 @click.option(
     "--workload",
     "names",
-    type=click.Choice(list(workloads.ALL)),
+    type=click.Choice([*workloads.ALL, ARRIVALS]),
     multiple=True,
     help="Run this one. Repeatable. [default: all]",
 )
@@ -75,6 +78,13 @@ class _Asked:
     multiple=True,
     metavar="PART=KEY[;...]",
     help="Another composition, run in turn: what differs in it. Repeatable.",
+)
+@click.option(
+    "--swap",
+    "swaps",
+    multiple=True,
+    metavar="SLOT=KEY[;...]",
+    help="As --vs, with a verdict: what a part gains and costs. Repeatable.",
 )
 @click.option(
     "--peer",
@@ -104,6 +114,7 @@ def bench(
     names: tuple[str, ...],
     repeats: int,
     vs: tuple[str, ...],
+    swaps: tuple[str, ...],
     peers: tuple[str, ...],
     home: Path,
     plot_file: Path | None,
@@ -119,13 +130,21 @@ def bench(
     if _has_subcommand():
         return
     check_model(config)
-    if (capacity and wants_profile) or ((capacity or wants_profile) and (names or peers or plot_file)):
-        raise click.UsageError("--capacity and --profile stand alone: without each other, --workload, --peer or --plot")
+    if (capacity and wants_profile) or ((capacity or wants_profile) and (names or swaps or peers or plot_file)):
+        raise click.UsageError(
+            "--capacity and --profile stand alone: without each other, --workload, --swap, --peer or --plot"
+        )
+    if len({*vs, *swaps}) < len(vs) + len(swaps):
+        raise click.UsageError("--vs, --swap: one composition is named twice")
+    if ARRIVALS in names and not any(map(swaps_scheduler, swaps)):
+        raise click.UsageError(f"--workload {ARRIVALS} measures schedulers: add --swap scheduler=KEY")
     asked = _Asked(
         config=config,
-        names=tuple(dict.fromkeys(names)) or tuple(workloads.ALL),
+        names=tuple(name for name in dict.fromkeys(names or workloads.ALL) if name != ARRIVALS),
         repeats=repeats,
         vs=vs,
+        swaps=swaps,
+        arrivals=not names or ARRIVALS in names,
         peers={peer: command_of(peer, home) for peer in dict.fromkeys(peers)},
         plot=plot_file,
     )
@@ -249,6 +268,7 @@ def _show_rates(asked: _Asked, *, wants_json: bool) -> None:
     from intarsia_bench.latency import DEFINITIONS
     from intarsia_bench.limits import ModelCost
     from intarsia_bench.rounds import run_rounds
+    from intarsia_bench.swaps import pairs_of, show_gains
 
     traces = _traces(asked)
     with quietly() as progress, contextlib.ExitStack() as stack:
@@ -261,13 +281,21 @@ def _show_rates(asked: _Asked, *, wants_json: bool) -> None:
             one.name: report.Subject(ModelCost.of(one.engine.parts), one.engine.parts.engine.dtype, meter.limits)
             for one in ours
         }
+        swapped = dict(zip(asked.swaps, ours[len(ours) - len(asked.swaps) :], strict=True))
+        gained = gains(
+            pairs_of(ours[0], swapped, series, repeats=asked.repeats, arrivals=asked.arrivals, progress=progress)
+        )
         if asked.plot is not None:
             plot({one.name: _record(one, trace, asked) for one, trace in zip(ours, traces, strict=True)}, asked.plot)
     measured = report.rows(series, subjects)
     if wants_json:
-        write(json.dumps(measured, indent=2) + "\n")
+        write(json.dumps({"rates": measured, "gains": gained} if asked.swaps else measured, indent=2) + "\n")
         return
-    show_all(report.rates_table(measured), report.latencies_table(measured))
+    if measured:
+        show_all(report.rates_table(measured), report.latencies_table(measured))
+    show_gains(gained)
+    if not measured:
+        return
     machine = (*report.device_lines(meter.device), *report.machine_lines(meter.limits, threads))
     for line in (*machine, *DEFINITIONS.values()):
         write(line + "\n")
@@ -280,7 +308,7 @@ def _open(
     from intarsia_bench.variants import side_by_side
 
     opened = []
-    for index, (name, config) in enumerate(side_by_side(asked.config, asked.vs).items()):
+    for index, (name, config) in enumerate(side_by_side(asked.config, (*asked.vs, *asked.swaps)).items()):
         composition = Composition.open(
             name,
             config,
@@ -308,7 +336,7 @@ def _meter(ours: Sequence[Composition]) -> Meter:
 def _traces(asked: _Asked) -> list[Trace]:
     from intarsia_bench.trace import Trace
 
-    return [Trace() for _ in range(1 + len(asked.vs))] if asked.plot is not None else []
+    return [Trace() for _ in range(1 + len(asked.vs) + len(asked.swaps))] if asked.plot is not None else []
 
 
 def _record(composition: Composition, trace: Trace, asked: _Asked) -> dict[str, list[TracedStep]]:

@@ -19,11 +19,15 @@ PERCENTILES = (50, 99)
 
 @frozen
 class Latencies:
-    """Seconds: one TTFT and one E2E a request, one ITL for every token but an answer's first."""
+    """Seconds: one TTFT and one E2E a request, one ITL for every token but an answer's first.
+
+    TPOT is one a request of several tokens: from its first to its last, over those behind the first.
+    """
 
     ttft: tuple[float, ...] = ()
     itl: tuple[float, ...] = ()
     e2e: tuple[float, ...] = ()
+    tpot: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, arrived: float, answers: Iterable[Sequence[tuple[float, int]]]) -> Latencies:
@@ -33,17 +37,25 @@ class Latencies:
             arrived: when, in seconds of some clock.
             answers: for each request, in order, (when a step returned, how many of its tokens that step brought).
         """
-        ttft, itl, e2e = [], [], []
-        for steps in answers:
+        return cls.of_each((arrived, steps) for steps in answers)
+
+    @classmethod
+    def of_each(cls, requests: Iterable[tuple[float, Sequence[tuple[float, int]]]]) -> Latencies:
+        """Read the latencies of requests that arrived each at a time of its own: (when, its answer as in `of`)."""
+        ttft, itl, e2e, tpot = [], [], [], []
+        for arrived, steps in requests:
             ttft.append(steps[0][0] - arrived)
             e2e.append(steps[-1][0] - arrived)
             itl += [0.0] * (steps[0][1] - 1)
             for (before, _), (now, count) in itertools.pairwise(steps):
                 itl += [(now - before) / count] * count
-        return cls(tuple(ttft), tuple(itl), tuple(e2e))
+            behind = sum(count for _, count in steps) - 1
+            if behind:
+                tpot.append((steps[-1][0] - steps[0][0]) / behind)
+        return cls(tuple(ttft), tuple(itl), tuple(e2e), tuple(tpot))
 
     def __add__(self, other: Latencies) -> Latencies:
-        return Latencies(self.ttft + other.ttft, self.itl + other.itl, self.e2e + other.e2e)
+        return Latencies(self.ttft + other.ttft, self.itl + other.itl, self.e2e + other.e2e, self.tpot + other.tpot)
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Return figure -> `p50`, `p99` in seconds, interpolated linearly; a figure without values is left out."""
