@@ -33,7 +33,7 @@ from intarsia.flight import Flight, Step, is_empty
 from intarsia.handing_over import hand_over, refused, take_all
 from intarsia.lookahead import Lookahead, look_ahead
 from intarsia.observers import Observers
-from intarsia.owners import engine_parts, named
+from intarsia.owners import Naming, engine_parts
 from intarsia.plugins import Registry
 from intarsia.preemption import Preemption
 from intarsia.preparing import Arrival, Preparation, Preparing
@@ -608,7 +608,7 @@ class Engine:
 
     def explain(self) -> dict[str, Any]:
         """Return what the engine is made of and why; see `intarsia.explain`. `observers` is that of `stats`."""
-        with named(lambda: engine_parts(self.parts), PluginError):
+        with Naming(lambda: engine_parts(self.parts), PluginError):
             report = explain(self.config, self.parts, self._swaps)
         return report | {"observers": self._observers.report()}
 

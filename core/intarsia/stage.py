@@ -6,16 +6,15 @@ Shape legend: T tokens, R rows, L rows of logits, E embed, V vocab.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from attrs import define, evolve, field
 
-from intarsia.errors import ExecutionError, IntarsiaError, PluginError
+from intarsia.errors import ExecutionError, PluginError
 from intarsia.models.cache import TensorCache
 from intarsia.models.weights import Weights, load_weights
-from intarsia.owners import Owned, kernels_of, named, owned_by
+from intarsia.owners import Naming, Owned, kernels_of, owned_by
 from intarsia.protocols import CacheStorage, ExecutorContext, PreparingRunner, Progress, Runner, SwappingStorage
 from intarsia.types import CacheLayout, CacheMove, ForwardBatch, Row, Want
 
@@ -69,11 +68,20 @@ class ModelStage:
     context: ExecutorContext
     _runner: Runner | None = field(default=None, init=False)
     _cache: CacheStorage | None = field(default=None, init=False)
+    # What the two can do besides, asked once: a step has no time for it.
+    _preparing: PreparingRunner | None = field(default=None, init=False)
+    _swapping: SwappingStorage | None = field(default=None, init=False)
     _names: dict[str, str] = field(init=False)
+    _loading: Naming = field(init=False)
+    _running: Naming = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         chosen = {selection.slot: selection.name for selection in self.context.selections}
         self._names = {slot: chosen.get(slot, slot) for slot in ("attention", "runner")}
+        # Where ranks share the model, torch's own errors can be the fault of a neighbour: the executor tells.
+        passing = () if self.context.partition is None else (RuntimeError,)
+        self._loading = Naming(self._owned, PluginError, passing)
+        self._running = Naming(self._owned, ExecutionError, passing)
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +103,7 @@ class ModelStage:
         context, engine = self.context, self.context.engine
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
-        with self._named(PluginError):
+        with self._loading:
             weights = load_weights(
                 context.checkpoint,
                 context.weight_map,
@@ -106,10 +114,7 @@ class ModelStage:
                 progress=progress,
             )
         self._runner = context.build_runner(self._renumbered(weights))
-
-    def _named(self, error_class: type[IntarsiaError] = ExecutionError) -> AbstractContextManager[None]:
-        # Where ranks share the model, torch's own errors can be the fault of a neighbour: the executor tells.
-        return named(self._owned, error_class, *(() if self.context.partition is None else (RuntimeError,)))
+        self._preparing = self._runner if isinstance(self._runner, PreparingRunner) else None
 
     def _owned(self) -> list[Owned]:
         context = self.context
@@ -136,17 +141,16 @@ class ModelStage:
         make = context.make_storage or partial(
             TensorCache.allocate, context.layout, num_host_pages=context.num_host_pages
         )
-        with self._named(PluginError):
+        with self._loading:
             self._cache = make(context.num_pages + num_scratch, self.device)
+        self._swapping = self._cache if isinstance(self._cache, SwappingStorage) else None
 
     def batch(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> ForwardBatch:
         """Lay rows with these ids out, and let the attention backend prepare for them."""
         context = self.context
         batch = forward_batch(rows, ids, context.layout, self.device)
-        slot, preparing = "attention", context.attention
-        if isinstance(self._runner, PreparingRunner):
-            slot, preparing = "runner", self._runner
-        with self._named(), context.times.at(self._names[slot]):
+        slot, preparing = ("attention", context.attention) if self._preparing is None else ("runner", self._preparing)
+        with self._running, context.times.at(self._names[slot]):
             return evolve(batch, attention=preparing.prepare(batch, context.layout))
 
     def run(
@@ -154,25 +158,25 @@ class ModelStage:
     ) -> torch.Tensor:
         """Run the first layers, or all; return the residual stream (T, E)."""
         assert self._runner is not None and self._cache is not None, "load() and allocate() come first"
-        with self._named(), self.context.times.at(self._names["runner"]):
+        with self._running, self.context.times.at(self._names["runner"]):
             return self._runner.run(batch, self._cache, range(num_layers or self.num_layers), hidden_TE)
 
     def logits(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Return fp32 logits (L, V) of the ids that are here."""
         assert self._runner is not None, "load() comes first"
         indices_L = torch.as_tensor(rows_L, dtype=torch.int64, device=self.device)
-        with self._named(), self.context.times.at(self._names["runner"]):
+        with self._running, self.context.times.at(self._names["runner"]):
             return self._runner.logits(hidden_TE, indices_L)
 
     def move(self, moves: Sequence[CacheMove]) -> None:
         """Do a plan's cache work."""
         assert self._cache is not None, "allocate() comes first"
-        with self._named():
+        with self._running:
             self._cache.move(moves)
 
     def take_swapped(self) -> tuple[int, float]:
         """Return bytes copied between device and host since this was asked last, and the seconds that took."""
-        return self._cache.take_swapped() if isinstance(self._cache, SwappingStorage) else (0, 0.0)
+        return (0, 0.0) if self._swapping is None else self._swapping.take_swapped()
 
     def fill(self, value: float) -> None:
         """Set every entry of the cache, for tests: what holds no token must not be read."""
