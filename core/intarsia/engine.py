@@ -505,7 +505,7 @@ class Engine:
         """Hand all sequences over, and have the new scheduler plan its first step; return how many kept their pages."""
         before, key = (self.config, self.parts), key_of(self.parts, "scheduler")
         with refused(parts, "scheduler", key):
-            kept = hand_over(self.parts.scheduler, parts.scheduler, list(self._sequences.values()))
+            kept = hand_over(self.parts.scheduler, parts.scheduler, self._in_turn())
         self._give_back(kept)
         self._adopt(config, parts)
         plan = BatchPlan()
@@ -529,6 +529,10 @@ class Engine:
         self._adopt(config, parts)
         self._speculation = Speculation()
         return len(self._sequences)
+
+    def _in_turn(self) -> list[Sequence]:
+        """Return those that ran before the others, each in the order of its arrival."""
+        return sorted(self._sequences.values(), key=lambda sequence: sequence.started is None)
 
     def _adopt(self, config: EngineConfig, parts: Parts) -> None:
         self.config, self.parts = config, parts
@@ -556,7 +560,7 @@ class Engine:
         with self._answerable("scheduler", "taking sequences back"):
             _, again = replaced(config, parts, self._registry, "scheduler", config.scheduler)
             self._adopt(config, attrs.evolve(parts, scheduler=again.scheduler, built=again.built))
-            take_all(self.parts.scheduler, self._sequences.values())
+            take_all(self.parts.scheduler, self._in_turn())
         self._give_back(())
         if plan.moves:
             with self._answerable("executor", "cache work"):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as SequenceABC
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from intarsia.errors import IntarsiaError, OverloadedError, PluginError
-from intarsia.protocols import HandsOver, Parts, Scheduler
-from intarsia.sequence import Sequence
+from intarsia.protocols import HandsOver, Parts, Scheduler, SequenceView
 from intarsia.types import SequenceId
 
 __all__ = ["hand_over", "refused", "take_all"]
 
 
-def hand_over(old: Scheduler, new: Scheduler, sequences: SequenceABC[Sequence]) -> frozenset[SequenceId]:
+def hand_over(old: Scheduler, new: Scheduler, sequences: Sequence[SequenceView]) -> frozenset[SequenceId]:
     """Give sequences to another scheduler, which has none yet; return those that keep their pages.
 
     Nothing is in flight. Where it raises, the old scheduler still has them all, and their pages.
@@ -22,7 +20,7 @@ def hand_over(old: Scheduler, new: Scheduler, sequences: SequenceABC[Sequence]) 
     Args:
         old: has exactly these.
         new: takes them.
-        sequences: in the order of their arrival.
+        sequences: those that ran before the others, each in the order of its arrival.
     """
     if not (isinstance(old, HandsOver) and isinstance(new, HandsOver)):
         take_all(new, sequences)
@@ -38,12 +36,11 @@ def hand_over(old: Scheduler, new: Scheduler, sequences: SequenceABC[Sequence]) 
     return kept
 
 
-def take_all(new: Scheduler, sequences: Iterable[Sequence]) -> None:
-    """Add sequences to a scheduler that has none, those that ran before others; each in the order of its arrival."""
-    ordered = sorted(sequences, key=lambda sequence: sequence.started is None)
-    for sequence in ordered:
+def take_all(new: Scheduler, sequences: Sequence[SequenceView]) -> None:
+    """Add sequences to a scheduler that has none, in their order."""
+    for sequence in sequences:
         new.add(sequence)
-    _check_all(new, len(ordered))
+    _check_all(new, len(sequences))
 
 
 def _check_all(new: Scheduler, count: int) -> None:

@@ -460,6 +460,53 @@ class AlwaysNamesPending(InflightScheduler):
         super().expect(plan, names_pending=True)
 
 
+# --- another takes over -----------------------------------------------------------------------------------------------
+
+
+@plant("test_another_scheduler_takes_over_at_any_time")
+class SaysTooMuchIsComputed(InflightScheduler):
+    """To the scheduler that takes over it says that a token is computed which is not."""
+
+    def held(self):
+        return [evolve(h, num_computed=h.num_computed + (h.pages == "device")) for h in super().held()]
+
+
+@plant("test_another_scheduler_takes_over_at_any_time")
+class HandsOverWhoRunsAlone(InflightScheduler):
+    """It hands over those that run, and forgets those that wait."""
+
+    def held(self):
+        return [one for one in super().held() if one.pages == "device"]
+
+
+@plant("test_another_scheduler_takes_over_at_any_time")
+class KeepsNoPagesItCountsOn(InflightScheduler):
+    """It runs on those that it takes over, and lets their pages go."""
+
+    def take_over(self, held):
+        super().take_over(held)
+        return set()
+
+
+@plant("test_another_scheduler_takes_over_at_any_time")
+class KeepsPagesThatAreNone(InflightScheduler):
+    """It says that all whom it takes over keep their pages, those too who have none."""
+
+    def take_over(self, held):
+        super().take_over(held)
+        return {one.sequence.sequence_id for one in held}
+
+
+@plant("test_it_goes_on_where_another_fails_to_take_over")
+class LetsGoTooEarly(InflightScheduler):
+    """It forgets its sequences as it is asked for them, before another has them."""
+
+    def held(self):
+        found = super().held()
+        self._running.clear()
+        return found
+
+
 # --- whatever happens -------------------------------------------------------------------------------------------------
 
 

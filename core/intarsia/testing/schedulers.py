@@ -27,7 +27,8 @@ from intarsia.errors import OverloadedError
 from intarsia.protocols import PlansAhead, SwappingAllocator
 from intarsia.testing.caches import SimulatedCache
 from intarsia.testing.claims import hypothesis, unclaimed
-from intarsia.testing.scheduler_case import CACHES, CRAMPED, ONE, SchedulerCase, finish, numbered, order
+from intarsia.testing.scheduler_case import CACHES, CRAMPED, ONE, finish, numbered, order
+from intarsia.testing.scheduler_handover import SchedulerHandover
 from intarsia.testing.simulation import Simulation
 from intarsia.testing.zeroing import ZeroingAllocator
 from intarsia.types import BatchPlan
@@ -35,7 +36,7 @@ from intarsia.types import BatchPlan
 __all__ = ["SchedulerContract"]
 
 
-class SchedulerContract(SchedulerCase):
+class SchedulerContract(SchedulerHandover):
     """What every scheduler keeps. Subclass it, name the class `Test...`, and say whose provider it is.
 
     What can be said besides, such as `ages = False`, is in `SchedulerCase`.

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, evolve, field, frozen
 
+from intarsia.errors import PluginError
+from intarsia.handing_over import hand_over
 from intarsia.protocols import CacheAllocator, PlansAhead, Scheduler, StorageMaker
 from intarsia.testing.memory import SlotMemory
 from intarsia.types import (
@@ -225,6 +227,23 @@ class Simulation:
             idle = 0 if self.step().rows else idle + 1
             assert idle < 100, f"{list(self.sequences)} wait, and 100 plans ran nothing"
         raise AssertionError(f"{list(self.sequences)} are not finished after {limit} steps")
+
+    def replace(self, scheduler: Scheduler, limits: Limits) -> None:
+        """Give all sequences to another scheduler, as an engine does between two steps; where it raises, do nothing."""
+        self._rest()
+        ordered = sorted(self.sequences.values(), key=lambda sequence: sequence.cached_tokens is None)
+        try:
+            kept = hand_over(self.scheduler, scheduler, ordered)
+        except PluginError as error:  # what the engine finds out by itself
+            raise AssertionError(str(error)) from error
+        self.known &= kept
+        self._removed.clear()
+        for sequence in ordered:
+            if sequence.sequence_id not in kept:
+                self.allocator.release(sequence.sequence_id)
+                sequence.num_computed, sequence.proposed = 0, ()
+        self.scheduler, self.limits = scheduler, limits
+        self._check_counts()
 
     def check_answers(self) -> None:
         """Raise AssertionError unless every finished sequence says what it says alone."""
