@@ -13,28 +13,31 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
 
-from intarsia.testing.allocators import AllocatorContract  # noqa: E402
-from intarsia.testing.attention_backends import AttentionContract  # noqa: E402
-from intarsia.testing.claims import claims  # noqa: E402
-from intarsia.testing.drafters import DrafterContract  # noqa: E402
-from intarsia.testing.executors import ExecutorContract  # noqa: E402
-from intarsia.testing.loaders import LoaderContract  # noqa: E402
-from intarsia.testing.logits_processors import LogitsProcessorContract  # noqa: E402
-from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
-from intarsia.testing.runners import RunnerContract  # noqa: E402
-from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
-
 from contracts import (  # noqa: E402
     allocator_faults,
     attention_faults,
+    command_faults,
     drafter_faults,
     executor_faults,
+    family_faults,
     loader_faults,
     processor_faults,
     quantizer_faults,
     runner_faults,
     scheduler_faults,
 )
+from intarsia.testing.allocators import AllocatorContract  # noqa: E402
+from intarsia.testing.attention_backends import AttentionContract  # noqa: E402
+from intarsia.testing.claims import claims  # noqa: E402
+from intarsia.testing.commands import CommandContract  # noqa: E402
+from intarsia.testing.drafters import DrafterContract  # noqa: E402
+from intarsia.testing.executors import ExecutorContract  # noqa: E402
+from intarsia.testing.loaders import LoaderContract  # noqa: E402
+from intarsia.testing.logits_processors import LogitsProcessorContract  # noqa: E402
+from intarsia.testing.model_families import FamilyContract  # noqa: E402
+from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
+from intarsia.testing.runners import RunnerContract  # noqa: E402
+from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
 
 INTRO = """\
 <!-- Written by docs/contracts_page.py from the code: change that, then run it. -->
@@ -56,6 +59,19 @@ class TestMine(SchedulerContract):
 Each test is a claim that the part must keep; one that a part does not make, such as a limit that it has no option for,
 is skipped with the reason. The suites are tested in turn: parts that are broken on purpose stand below beside the claim
 that finds them. The parts that come with Intarsia run under the same suites and keep their claims.
+
+`intarsia plugins check NAME` runs the suites on a plugin that is installed, each part under that of its kind, in a
+process of its own and from any folder; `--json` is for programs. A claim comes out as kept, skipped, broken, or untold:
+the contract must be told something first. What that is the plugin says in a subclass, which it names under an entry
+point, `slot.key`:
+
+```toml
+[project.entry-points."intarsia.contracts"]
+"scheduler.mine" = "my_package.contract:Contract"
+```
+
+`intarsia plugins new NAME --kind scheduler` writes such a package, for any kind: with the entry points, a part that
+works, its contract as a test, a README and a CI file.
 """
 
 SUITES = (
@@ -63,11 +79,13 @@ SUITES = (
     ("Cache allocators", "intarsia.testing.allocators", AllocatorContract, allocator_faults.FAULTS),
     ("Attention backends", "intarsia.testing.attention_backends", AttentionContract, attention_faults.FAULTS),
     ("Executors", "intarsia.testing.executors", ExecutorContract, executor_faults.FAULTS),
+    ("Runners", "intarsia.testing.runners", RunnerContract, runner_faults.FAULTS),
     ("Quantizers", "intarsia.testing.quantizers", QuantizerContract, quantizer_faults.FAULTS),
     ("Drafters", "intarsia.testing.drafters", DrafterContract, drafter_faults.FAULTS),
+    ("Commands", "intarsia.testing.commands", CommandContract, command_faults.FAULTS),
     ("Logits processors", "intarsia.testing.logits_processors", LogitsProcessorContract, processor_faults.FAULTS),
-    ("Runners", "intarsia.testing.runners", RunnerContract, runner_faults.FAULTS),
     ("Loaders", "intarsia.testing.loaders", LoaderContract, loader_faults.FAULTS),
+    ("Model families", "intarsia.testing.model_families", FamilyContract, family_faults.FAULTS),
 )
 
 

@@ -5,29 +5,33 @@ import sys
 from pathlib import Path
 
 import pytest
-from contracts.planted import failure
-from intarsia.testing.allocators import AllocatorContract
-from intarsia.testing.attention_backends import AttentionContract
-from intarsia.testing.claims import claims
-from intarsia.testing.drafters import DrafterContract
-from intarsia.testing.executors import ExecutorContract
-from intarsia.testing.loaders import LoaderContract
-from intarsia.testing.logits_processors import LogitsProcessorContract
-from intarsia.testing.quantizers import QuantizerContract
-from intarsia.testing.runners import RunnerContract
-from intarsia.testing.schedulers import SchedulerContract
 
 from contracts import (
     allocator_faults,
     attention_faults,
+    command_faults,
     drafter_faults,
     executor_faults,
+    family_faults,
     loader_faults,
     processor_faults,
     quantizer_faults,
     runner_faults,
     scheduler_faults,
 )
+from contracts.planted import failure
+from intarsia.testing.allocators import AllocatorContract
+from intarsia.testing.attention_backends import AttentionContract
+from intarsia.testing.claims import claims
+from intarsia.testing.commands import CommandContract
+from intarsia.testing.drafters import DrafterContract
+from intarsia.testing.executors import ExecutorContract
+from intarsia.testing.loaders import LoaderContract
+from intarsia.testing.logits_processors import LogitsProcessorContract
+from intarsia.testing.model_families import FamilyContract
+from intarsia.testing.quantizers import QuantizerContract
+from intarsia.testing.runners import RunnerContract
+from intarsia.testing.schedulers import SchedulerContract
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
@@ -35,11 +39,13 @@ KINDS = {
     "allocators": (AllocatorContract, allocator_faults),
     "attention": (AttentionContract, attention_faults),
     "executors": (ExecutorContract, executor_faults),
+    "runners": (RunnerContract, runner_faults),
     "quantizers": (QuantizerContract, quantizer_faults),
     "drafters": (DrafterContract, drafter_faults),
+    "commands": (CommandContract, command_faults),
     "logits_processors": (LogitsProcessorContract, processor_faults),
-    "runners": (RunnerContract, runner_faults),
     "loaders": (LoaderContract, loader_faults),
+    "model_families": (FamilyContract, family_faults),
 }
 PLANTED = [
     pytest.param(planted.contract, fault, id=f"{kind}-{fault.part.__name__}")
