@@ -935,3 +935,11 @@ def test_a_router_opens_no_port_that_it_was_not_told_of(tmp_path):
     server = open_router(ZmqOptions(bind=f"ipc://{tmp_path}/front", control=""), [])
     assert list(server.addresses) == ["data"]
     server._sockets.close()
+
+
+def test_a_router_says_where_to_swap_and_its_replicas_swap_by_themselves(tmp_path):
+    with fleet(tmp_path, None) as (router, (server,)):
+        eventually(lambda: router.control("ping").body["state"] == "ready")
+        refused = router.control("swap", slot="scheduler", use="static").body
+        assert refused["code"] == "unsupported" and "each replica" in refused["message"]
+        assert server.control("swap", slot="scheduler", use="static").body["after"] == "static"
