@@ -20,6 +20,7 @@ from contracts import (  # noqa: E402
     drafter_faults,
     executor_faults,
     family_faults,
+    frontend_faults,
     loader_faults,
     processor_faults,
     quantizer_faults,
@@ -32,6 +33,7 @@ from intarsia.testing.claims import claims  # noqa: E402
 from intarsia.testing.commands import CommandContract  # noqa: E402
 from intarsia.testing.drafters import DrafterContract  # noqa: E402
 from intarsia.testing.executors import ExecutorContract  # noqa: E402
+from intarsia.testing.frontends import FrontendContract  # noqa: E402
 from intarsia.testing.loaders import LoaderContract  # noqa: E402
 from intarsia.testing.logits_processors import LogitsProcessorContract  # noqa: E402
 from intarsia.testing.model_families import FamilyContract  # noqa: E402
@@ -86,6 +88,7 @@ SUITES = (
     ("Logits processors", "intarsia.testing.logits_processors", LogitsProcessorContract, processor_faults.FAULTS),
     ("Loaders", "intarsia.testing.loaders", LoaderContract, loader_faults.FAULTS),
     ("Model families", "intarsia.testing.model_families", FamilyContract, family_faults.FAULTS),
+    ("Frontends", "intarsia.testing.frontends", FrontendContract, frontend_faults.FAULTS),
 )
 
 

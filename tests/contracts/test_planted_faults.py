@@ -13,6 +13,7 @@ from contracts import (
     drafter_faults,
     executor_faults,
     family_faults,
+    frontend_faults,
     loader_faults,
     processor_faults,
     quantizer_faults,
@@ -26,6 +27,7 @@ from intarsia.testing.claims import claims
 from intarsia.testing.commands import CommandContract
 from intarsia.testing.drafters import DrafterContract
 from intarsia.testing.executors import ExecutorContract
+from intarsia.testing.frontends import FrontendContract
 from intarsia.testing.loaders import LoaderContract
 from intarsia.testing.logits_processors import LogitsProcessorContract
 from intarsia.testing.model_families import FamilyContract
@@ -46,6 +48,7 @@ KINDS = {
     "logits_processors": (LogitsProcessorContract, processor_faults),
     "loaders": (LoaderContract, loader_faults),
     "model_families": (FamilyContract, family_faults),
+    "frontends": (FrontendContract, frontend_faults),
 }
 PLANTED = [
     pytest.param(planted.contract, fault, id=f"{kind}-{fault.part.__name__}")
