@@ -21,6 +21,7 @@ from contracts import (  # noqa: E402
     executor_faults,
     family_faults,
     frontend_faults,
+    kernel_faults,
     loader_faults,
     processor_faults,
     quantizer_faults,
@@ -34,6 +35,7 @@ from intarsia.testing.commands import CommandContract  # noqa: E402
 from intarsia.testing.drafters import DrafterContract  # noqa: E402
 from intarsia.testing.executors import ExecutorContract  # noqa: E402
 from intarsia.testing.frontends import FrontendContract  # noqa: E402
+from intarsia.testing.kernels import KernelsContract  # noqa: E402
 from intarsia.testing.loaders import LoaderContract  # noqa: E402
 from intarsia.testing.logits_processors import LogitsProcessorContract  # noqa: E402
 from intarsia.testing.model_families import FamilyContract  # noqa: E402
@@ -82,6 +84,7 @@ SUITES = (
     ("Attention backends", "intarsia.testing.attention_backends", AttentionContract, attention_faults.FAULTS),
     ("Executors", "intarsia.testing.executors", ExecutorContract, executor_faults.FAULTS),
     ("Runners", "intarsia.testing.runners", RunnerContract, runner_faults.FAULTS),
+    ("Kernels", "intarsia.testing.kernels", KernelsContract, kernel_faults.FAULTS),
     ("Quantizers", "intarsia.testing.quantizers", QuantizerContract, quantizer_faults.FAULTS),
     ("Drafters", "intarsia.testing.drafters", DrafterContract, drafter_faults.FAULTS),
     ("Commands", "intarsia.testing.commands", CommandContract, command_faults.FAULTS),

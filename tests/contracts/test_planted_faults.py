@@ -14,6 +14,7 @@ from contracts import (
     executor_faults,
     family_faults,
     frontend_faults,
+    kernel_faults,
     loader_faults,
     processor_faults,
     quantizer_faults,
@@ -28,6 +29,7 @@ from intarsia.testing.commands import CommandContract
 from intarsia.testing.drafters import DrafterContract
 from intarsia.testing.executors import ExecutorContract
 from intarsia.testing.frontends import FrontendContract
+from intarsia.testing.kernels import KernelsContract
 from intarsia.testing.loaders import LoaderContract
 from intarsia.testing.logits_processors import LogitsProcessorContract
 from intarsia.testing.model_families import FamilyContract
@@ -42,6 +44,7 @@ KINDS = {
     "attention": (AttentionContract, attention_faults),
     "executors": (ExecutorContract, executor_faults),
     "runners": (RunnerContract, runner_faults),
+    "kernels": (KernelsContract, kernel_faults),
     "quantizers": (QuantizerContract, quantizer_faults),
     "drafters": (DrafterContract, drafter_faults),
     "commands": (CommandContract, command_faults),

@@ -1,13 +1,13 @@
 """oneDNN's packed product: the reference up to bf16's rounding, for any number of rows, with and without bias."""
 
 import pytest
-import torch
 
 from engines import engine_of
 from intarsia import SamplingParams
-from intarsia.defaults import onednn
+from intarsia.defaults import onednn, provide_kernels
 from intarsia.protocols import PartContext
-from intarsia.types import EngineOptions, Fit, Unfit, dense
+from intarsia.testing.kernels import KernelsContract
+from intarsia.types import EngineOptions, Fit, Unfit
 from models import tiny_llama
 
 CONTEXT = PartContext(engine=EngineOptions(device="cpu", dtype="bfloat16"), spec=None)
@@ -15,21 +15,9 @@ needs_bf16 = pytest.mark.skipif(isinstance(onednn.fit(CONTEXT), Unfit), reason="
 
 
 @needs_bf16
-@pytest.mark.parametrize(("outs", "ins"), [(960, 576), (7, 33), (257, 64), (1, 16)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, 64])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_the_packed_product_equals_float64(outs, ins, rows, has_bias):
-    generator = torch.Generator().manual_seed(outs + rows)
-    x, w, b = (torch.randn(*s, generator=generator).bfloat16() for s in ((rows, ins), (outs, ins), (outs,)))
-    packed = onednn.pack(dense(w))
-    bias = b if has_bias else None
-    found = onednn.linear(x, packed, bias)
-    right = x.double() @ w.double().T + (b.double() if has_bias else 0)
-    # fp32 sums, rounded to bf16 once (2**-9 of the result), and what the sum itself rounds.
-    bound = right.abs() * 2**-8 + (x.double().abs() @ w.double().abs().T) * 1e-5 + 1e-6
-    assert found.dtype == torch.bfloat16 and ((found.double() - right).abs() <= bound).all()
-    assert torch.equal(packed.dequantize(), w)
-    assert torch.equal(onednn.linear(x, dense(w), bias), torch.nn.functional.linear(x, w, bias))
+class TestOneDnn(KernelsContract):
+    def provider(self):
+        return next(provider for provider in provide_kernels() if provider.key == "onednn")
 
 
 def test_it_is_for_bf16_on_cpus_and_says_so():

@@ -11,10 +11,22 @@ from intarsia import SamplingParams
 from intarsia.ops import ANY_FORMAT
 from intarsia.protocols import PartContext
 from intarsia.quantizing.integers import FORMATS
+from intarsia.testing.kernels import KernelsContract
 from intarsia.types import EngineOptions, Fit, Unfit, Weight
 from intarsia_int8 import provide_kernels
 from intarsia_int8.kernels import GROUPS, ROWS, dequantizing_linear, linear
 from models import tiny_llama
+
+
+class TestInt8(KernelsContract):
+    """Q01 on the side of activations stands below."""
+
+    #: Rows become whole numbers of 15 bits, whatever a format asks for.
+    float_steps = 32639
+
+    def provider(self):
+        return provide_kernels()[0]
+
 
 LAYOUTS = {layout.name: layout for layout in FORMATS}
 

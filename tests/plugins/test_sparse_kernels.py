@@ -9,6 +9,8 @@ from torch.sparse._semi_structured_conversions import (
 
 from intarsia.errors import CompositionError
 from intarsia.protocols import PartContext
+from intarsia.testing.claims import claims
+from intarsia.testing.kernels import KernelsContract
 from intarsia.types import EngineOptions, Fit, Unfit
 from intarsia_sparse import kernels, provide_kernels
 from intarsia_sparse.quantizer import prune
@@ -27,6 +29,17 @@ def fit(device="cuda:0", dtype="bfloat16"):
 def test_it_is_refused_elsewhere(device, dtype):
     found = fit(device, dtype)
     assert isinstance(found, Unfit) and f"runs {dtype} on {device}" in found.reason
+
+
+class Contract(KernelsContract):
+    def provider(self):
+        return provide_kernels()[0]
+
+
+def test_where_it_does_not_fit_its_contract_claims_nothing_and_says_why():
+    for claim in claims(Contract):
+        with pytest.raises(pytest.skip.Exception, match="it fits no engine here: it is for float16"):
+            getattr(Contract(), claim.name)()
 
 
 @pytest.mark.parametrize(
