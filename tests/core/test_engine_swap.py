@@ -384,9 +384,9 @@ def test_a_swap_while_steps_are_in_flight_collects_them_first(tiny, oracle):
         for request in requests():
             made.add(request)
         outputs = [output for _ in range(3) for output in made.step()]
-        assert len(made._flight) > 0
+        assert len(made._loop._flight) > 0
         made.swap("scheduler", Choice("plain"))
-        assert len(made._flight) == 0 and made.explain()["steps"]["in_flight"] == 1
+        assert len(made._loop._flight) == 0 and made.explain()["steps"]["in_flight"] == 1
         outputs += [output for _ in range(2) for output in made.step()]
         made.swap("scheduler", SCHEDULERS["inflight"])
         assert made.explain()["steps"]["in_flight"] == 2
