@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from intarsia import hookspecs, protocols
-from intarsia.hookspecs import KINDS, OBSERVERS, PROJECT, Kind, hook_docs
+from intarsia.hookspecs import API, KINDS, OBSERVERS, PROJECT, Kind, hook_docs
 from intarsia.plugins import Offer, Registry
 from intarsia.structuring import type_text
 from intarsia.types import (
@@ -74,6 +74,12 @@ mine = "my_package"
 The entry point's name is what `plugins.allow` and `plugins.block` speak of. The module with the hooks stays light:
 what is heavy is imported in `build`. A part whose `fit` returns `Unfit` says why; `auto` takes the highest rank, and a
 tie is an error.
+
+Each hook has a version. A plugin says which it was written for, where that is not 1: parts by `Provider(api=2)`, the
+other hooks by `@hookimpl(api=2)`. A hook that gains an argument, a context that gains a field and a protocol that gains
+what a part need not have keep their version, and plugins from before go on working. What is removed or renamed goes on
+working for one release: the log, `intarsia plugins` and `intarsia explain` name the plugins that use it, with what to
+use instead and the release in which it goes. [surface.txt](surface.txt) records all that plugins can rely on.
 
 ## In the order of an engine's life
 """
@@ -272,10 +278,11 @@ def hooks_page() -> str:
     """Return docs/hooks.md."""
     docs = hook_docs()
     example = inspect.cleandoc(hookspecs.__doc__ or "").split("::\n\n")[1]
-    rows = [[_link(kind.hook), f"`{kind.slot}`", kind.what, _holds(kind)] for kind in KINDS]
-    rows += [[_link(name), "", prose(docs[name]).split("\n\n")[0], ""] for name in ("check_composition", *OBSERVERS)]
+    rows = [[_link(kind.hook), str(kind.api), f"`{kind.slot}`", kind.what, _holds(kind)] for kind in KINDS]
+    others = ("check_composition", *OBSERVERS)
+    rows += [[_link(name), str(API[name]), "", prose(docs[name]).split("\n\n")[0], ""] for name in others]
     parts = [NOTE, HOOKS_INTRO.format(example=inspect.cleandoc(example))]
-    parts += [table(["hook", "slot", "for", "the slot holds"], rows), "## Provider\n", _fields_of(Provider)]
+    parts += [table(["hook", "version", "slot", "for", "the slot holds"], rows), "## Provider\n", _fields_of(Provider)]
     for kind in KINDS:
         parts += [f"## {kind.hook}\n", _hook_text(docs[kind.hook])]
         parts += [f"Context: [{kind.context.__name__}](#{kind.context.__name__.lower()}).\n"]

@@ -65,7 +65,8 @@ class StepLoop:
     def __attrs_post_init__(self) -> None:
         self.seams = Seams(self._observers.times, self._give_up)
         self.counts = dict.fromkeys(("steps", "prompt_tokens", "generated_tokens", "discarded_rows"), 0)
-        self._lookahead = look_ahead(self.parts)
+        with self.seams.ask(self.parts, "executor", "depth"):
+            self._lookahead = look_ahead(self.parts)
         self.preemption = Preemption(self.parts.cache)
 
     # --- who runs ---------------------------------------------------------------------------------------------------

@@ -524,3 +524,37 @@ def test_a_lazy_builder_imports_at_its_first_call_and_says_what_it_calls(tmp_pat
     assert build("context") == ["built", "context"]
     with pytest.raises(AttributeError, match="missing"):
         lazy("lazily_built:missing")(None)
+
+
+# --- one after another ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["Lottery", "LOTTERY", "lottery-"])
+def test_names_that_differ_in_case_and_dashes_alone_are_refused(install, other):
+    if other.endswith("-"):
+        install("my-lottery", SCHEDULER.format(key="first"), module="fake_one", dist="fake-one")
+        install("my_lottery", SCHEDULER.format(key="second"), module="fake_two", dist="fake-two", version="2.0")
+        names = ("my-lottery", "my_lottery")
+    else:
+        install("lottery", SCHEDULER.format(key="first"), module="fake_one", dist="fake-one")
+        install(other, SCHEDULER.format(key="second"), module="fake_two", dist="fake-two", version="2.0")
+        names = ("lottery", other)
+    with pytest.raises(PluginError, match="differ in case and dashes alone") as caught:
+        Registry.discover(PluginsOptions(allow=names))
+    assert "fake-one 1.0" in str(caught.value) and "fake-two 2.0" in str(caught.value)
+    assert Registry.discover(PluginsOptions(allow=names[:1])).find("scheduler", "first")
+    assert Registry.discover(PluginsOptions(allow=names, block=names[:1])).find("scheduler", "second")
+
+
+def test_an_installed_plugin_that_is_passed_in_too_is_refused(install):
+    install("lottery", SCHEDULER.format(key="lottery"))
+    import fake_lottery
+
+    with pytest.raises(PluginError, match=r"is the same module as plugin 'lottery'"):
+        Registry.discover(PluginsOptions(allow=("lottery",)), [fake_lottery])
+
+
+def test_two_plugins_with_a_command_of_one_name_are_both_named():
+    commands = {name: offering("provide_commands", [provider("train")]) for name in ("a", "b")}
+    with pytest.raises(PluginError, match=r"two parts for 'commands' have the key 'train': of plugin 'a' .*plugin 'b'"):
+        discover(**commands)
