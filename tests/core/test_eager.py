@@ -190,32 +190,6 @@ def rows_of(engine, *shapes):
     return rows, [row.token_ids for row in rows]
 
 
-@torch.inference_mode()
-def last_logits(executor, rows, ids):
-    batch, hidden = executor._run(rows, ids)
-    return executor._logits(hidden, batch.logits_L)
-
-
-@backends
-def test_a_row_has_the_same_bits_alone_and_among_neighbours(tiny, attention):
-    """What `neighbours` promises of the whole, in fp32: prompts, chunks and single tokens side by side."""
-    with naive_engine(tiny[0], attention) as engine:
-        assert engine.parts.invariance == "neighbours"
-        forward = partial(last_logits, engine.parts.executor)
-        shapes = [(0, 5), (0, 40), (0, 1), (0, 17), (0, 64), (0, 3)]
-        rows, ids = rows_of(engine, *shapes)
-        alone = torch.cat([forward([row], [one]) for row, one in zip(rows, ids, strict=True)])
-        assert torch.equal(forward(rows, ids), alone)
-        assert torch.equal(forward(rows[::-1], ids[::-1]), alone.flip(0))
-        # The next step of each: a token, after the keys that the last run left.
-        steps = [
-            evolve(r, start=len(r.token_ids), token_ids=(7,), pages=((*r.pages[0], 90 + i),))
-            for i, r in enumerate(rows)
-        ]
-        alone = torch.cat([forward([row], [(7,)]) for row in steps])
-        assert torch.equal(forward(steps, [(7,)] * len(steps)), alone)
-
-
 @backends
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layer_ranges_laid_end_to_end_equal_the_whole_run_bit_for_bit(tiny, attention, dtype):
