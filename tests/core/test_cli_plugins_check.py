@@ -142,23 +142,26 @@ OWN = """
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "outcome", "message"),
-    [
-        ("assert number < 4", "kept", ""),
-        ("assert number != 2, 'two is wrong'", "broken", "two is wrong"),
-        ("pytest.skip('not made')", "skipped", "not made"),
-        ("raise NotImplementedError('say what the answer is')", "untold", "say what the answer is"),
-        ("raise KeyError('x')", "broken", "KeyError: 'x'"),
-        ("raise SystemExit(3)", "broken", "SystemExit: 3"),
-        ("number != 2 or os._exit(9)", "broken", "the process ended with exit code 9"),
-        ("number != 2 or os.kill(os.getpid(), signal.SIGSEGV)", "broken", "by signal SIGSEGV"),
-        ("number != 2 or time.sleep(60)", "broken", "it took longer than 4 s"),
-    ],
-)
+VARIANTS = [
+    ("assert number < 4", "kept", ""),
+    ("assert number != 2, 'two is wrong'", "broken", "two is wrong"),
+    ("pytest.skip('not made')", "skipped", "not made"),
+    ("raise KeyError('x')", "broken", "KeyError: 'x'"),
+    ("raise SystemExit(3)", "broken", "SystemExit: 3"),
+    ("number != 2 or os._exit(9)", "broken", "the process ended with exit code 9"),
+]
+BODIES = [
+    ("raise NotImplementedError('say what the answer is')", "untold", "say what the answer is"),
+    ("number != 2 or os.kill(os.getpid(), signal.SIGSEGV)", "broken", "by signal SIGSEGV"),
+    ("number != 2 or time.sleep(60)", "broken", "it took longer than 2 s"),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in VARIANTS),
+]
+
+
+@pytest.mark.parametrize(("body", "outcome", "message"), BODIES)
 def test_a_plugins_own_contract_is_run_and_survives_crashes_and_hangs(install, check, body, outcome, message):
     install(contracts=OWN.replace("BODY", body), commands__fake_one="fake_contracts:Contract")
-    code, out, _ = check("fake", "--json", "--part", "commands.fake_one", "--timeout", "4")
+    code, out, _ = check("fake", "--json", "--part", "commands.fake_one", "--timeout", "2")
     assert code == (1 if outcome == "broken" else 0)
     claims = claims_of(out, "commands.fake_one")
     assert (claims["test_of_its_own"]["outcome"], len(claims)) == (outcome, 8)
@@ -171,8 +174,12 @@ def test_a_plugins_own_contract_is_run_and_survives_crashes_and_hangs(install, c
     ("contracts", "words"),
     [
         ("class Contract: pass", ["inherits no CommandContract"]),
-        ("import no_such_module_at_all", ["cannot be imported", "no_such_module_at_all"]),
-        ("Contract = 5", ["is no class"]),
+        pytest.param(
+            "import no_such_module_at_all",
+            ["cannot be imported", "no_such_module_at_all"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("Contract = 5", ["is no class"], marks=pytest.mark.slow),
     ],
 )
 def test_a_contract_that_cannot_hold_the_part_is_refused(install, check, contracts, words):
@@ -201,6 +208,7 @@ def test_parts_and_claims_can_be_named(install, check):
     assert "Did you mean 'test_help_exits_0'" in err
 
 
+@pytest.mark.slow
 def test_a_key_of_another_name_than_the_command_is_found(install, check):
     install(COMMANDS.replace('("fake_one",)', '("fake_one", "fake_two")'))
     code, out, _ = check("fake", "--part", "commands.fake_two", "-q")
@@ -222,6 +230,7 @@ def test_nothing_of_the_users_folder_takes_part(install, check, monkeypatch):
     assert sorted(folder.rglob("*")) == before, "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_relative_paths_of_modules_hold(install, check, monkeypatch):
     folder = install()
     monkeypatch.chdir(folder.parent)
@@ -245,7 +254,9 @@ class Options:
 @pytest.mark.parametrize(
     ("change", "claim", "message"),
     [
-        (("import click", "import click, torch"), "discovery_is_light", "imports torch"),
+        pytest.param(
+            ("import click", "import click, torch"), "discovery_is_light", "imports torch", marks=pytest.mark.slow
+        ),
         (('summary="Say how it is."', 'summary="Say\\nhow"'), "summaries_are_one_line", "fake_one"),
         (('summary="Say how it is."', 'summary=""'), "summaries_are_one_line", "no summary"),
         (("build=Say)", "build=Say, options=Options)"), "options_are_documented", "nothing of mute"),
@@ -284,6 +295,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(install, check):
         assert word in err
 
 
+@pytest.mark.slow
 def test_a_plugin_that_observes_alone_has_no_parts(install, check):
     install("from intarsia.hookspecs import hookimpl\n@hookimpl\ndef request_finished(output):\n    '''Counts.'''\n")
     code, out, _ = check("fake")

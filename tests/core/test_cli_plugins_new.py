@@ -122,7 +122,7 @@ def test_what_was_written_is_listed_and_what_comes_next_is_said(capsys, tmp_path
     assert "intarsia plugins check mine" in err
 
 
-@pytest.mark.parametrize("name", ["a", LONG])
+@pytest.mark.parametrize("name", [LONG, pytest.param("a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", SLOTS)
 def test_names_of_any_length_give_code_that_is_in_form(tmp_path, kind, name):
     package, _ = written(tmp_path, name, kind)

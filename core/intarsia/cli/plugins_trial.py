@@ -22,6 +22,8 @@ from intarsia.errors import PluginError
 
 Outcome: TypeAlias = Literal["kept", "skipped", "broken", "untold"]
 
+#: Seconds that a process may take before its first claim begins, at least.
+_IMPORTS_S = 300.0
 _NEEDED = ("pytest", "hypothesis")
 #: Of what a process wrote before it died, as much is shown.
 _LAST_WORDS = 300
@@ -116,7 +118,8 @@ class Trial:
         """Yield what one process says; return whether there is nothing left to run."""
         current: dict[str, Any] | None = None
         while True:
-            event = process.event(self.timeout_s)
+            # Between claims it imports and builds what they need, which a short time for claims does not speak of.
+            event = process.event(self.timeout_s if current is not None else max(self.timeout_s, _IMPORTS_S))
             if event is None:
                 break
             if event["event"] == "over":
