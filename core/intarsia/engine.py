@@ -352,10 +352,9 @@ class Engine:
         return self._arrivals.prompts.text(token_ids, skip_special_tokens=skip_special_tokens)
 
     def explain(self) -> dict[str, Any]:
-        """Return what the engine is made of and why; see `intarsia.explain`. `observers` is that of `stats`."""
+        """Return what the engine is made of and why; see `intarsia.explain`."""
         with Naming(lambda: engine_parts(self.parts), PluginError):
-            report = explain(self.config, self.parts, self._swaps.done)
-        return report | {"observers": self._observers.report()}
+            return explain(self.config, self.parts, self._swaps.done, self._observers.report())
 
     def close(self) -> None:
         """Stop. Requests that are not finished are dropped. Safe to call twice."""

@@ -26,7 +26,12 @@ from intarsia.types import DENSE, EngineConfig
 _PAYS = "Kernels or a runner that read it as it is would; why others are not here is said of `kernels` and `runner`"
 
 
-def explain(config: EngineConfig, parts: Parts, swaps: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def explain(
+    config: EngineConfig,
+    parts: Parts,
+    swaps: Sequence[Mapping[str, Any]] = (),
+    observers: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """Return what a composition is made of, as plain data that JSON can say.
 
     Keys:
@@ -44,6 +49,7 @@ def explain(config: EngineConfig, parts: Parts, swaps: Sequence[Mapping[str, Any
         steps: how many are in flight at most, and why.
         invariance: the level of the whole, and each part's.
         deprecated: what plugins use that goes in a release to come, in sentences; it is no part of the hash.
+        observers: whose hooks observe, and which of them were disabled for what, see `Observers.report`.
         swaps: what was replaced while it ran, in order, see `Engine.swap`; it is no part of what the hash names.
         hash: names this composition: equal parts, versions, options and config have equal hashes, on any day and in any
             process.
@@ -70,6 +76,7 @@ def explain(config: EngineConfig, parts: Parts, swaps: Sequence[Mapping[str, Any
     }
     report["hash"] = fingerprint({"config": as_dict(config), **_identity(report)})
     report["deprecated"] = [*parts.deprecated, *map(str, uses("name"))]
+    report["observers"] = [dict(observer) for observer in observers]
     report["swaps"] = [dict(swap) for swap in swaps]
     return report
 

@@ -58,7 +58,7 @@ def test_a_report_is_strict_json_and_says_who_is_there_and_why(model):
     report = report_of(model, scheduler={"use": "static", "max_batch": 3}, attention="sdpa")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     kept = {"model", "engine", "device", "parts", "ops", "fused", "formats", "sampling", "memory", "parallel"}
-    kept |= {"steps", "invariance", "hash", "swaps"}
+    kept |= {"steps", "invariance", "hash", "swaps", "observers", "deprecated"}
     assert set(report) == kept and report["device"] == {}, "of a CPU nothing is told"
     assert all({"key", "provider", "asked_by", "reason", "options"} <= set(part) for part in report["parts"].values())
     scheduler = report["parts"]["scheduler"]

@@ -73,9 +73,11 @@ def _compose(config: EngineConfig, signals: Signals) -> tuple[dict[str, Any], Pa
         with signals.held():
             from intarsia.compose import compose
             from intarsia.explain import explain as explained
+            from intarsia.observers import Observers
             from intarsia.plugins import Registry
-        parts = compose(config, Registry.discover(config.engine.plugins))
-        return explained(config, parts), parts
+        registry = Registry.discover(config.engine.plugins)
+        parts = compose(config, registry)
+        return explained(config, parts, observers=Observers(registry).report()), parts
 
 
 def _facts(report: dict[str, Any], layout: CacheLayout) -> Table:
@@ -96,6 +98,7 @@ def _facts(report: dict[str, Any], layout: CacheLayout) -> Table:
         ("sampling", _sampling(report["sampling"])),
         ("invariance", _invariance(report["invariance"])),
         ("hash", report["hash"]),
+        *(("observer", _observer(observer)) for observer in report["observers"]),
         *(("deprecated", said) for said in report["deprecated"]),
     ):
         facts.add_row(name, _text(fact))
@@ -230,6 +233,10 @@ def _fused(fused: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     listed = ", ".join(f"{op} {facts['saves']}" for op, facts in fused.items())
     total = sum(facts["saves"] for facts in fused.values())
     return [("fused", f"{listed}: they save {total} bytes of memory traffic a token, over all layers")]
+
+
+def _observer(observer: dict[str, Any]) -> str:
+    return f"{observer['hook']} of {observer['plugin']} ({observer['distribution']} {observer['version']})"
 
 
 def _sampling(sampling: dict[str, Any]) -> str:
