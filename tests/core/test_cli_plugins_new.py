@@ -174,15 +174,21 @@ def test_an_engine_uses_a_scheduler_as_written(tmp_path, monkeypatch):
     from intarsia import Engine, SamplingParams
     from intarsia.testing.tiny import save_tiny_model
 
-    _, path = written(tmp_path, "my-own-part", "scheduler")
+    _, path = written(tmp_path, "my-imported-part", "scheduler")  # it stays imported: no other test's name
     for folder in path:
         monkeypatch.syspath_prepend(folder)
     model = save_tiny_model(tmp_path / "model")
     said = []
-    for use in ("static", "my_own_part"):
+    for use in ("static", "my_imported_part"):
         config = {"model": str(model), "engine": {"dtype": "float32"}, "cache": {"memory": "16MiB"}}
         with Engine.from_config(config | {"scheduler": {"use": use, "max_batch": 2}}) as engine:
             params = SamplingParams(temperature=0, max_tokens=8)
             said.append([answer.token_ids for answer in engine.generate([[1, 2], [3], [4, 5, 6]], params)])
             assert engine.parts.selection("scheduler").plugin == {"static": "defaults"}.get(use, use)
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.slot != "family"], ids=lambda kind: kind.slot)
+def test_the_version_of_the_hook_is_written_down(tmp_path, kind):
+    package, _ = written(tmp_path, "my-own-part", kind.slot)
+    assert f"api={kind.api}," in (package / "src/my_own_part/__init__.py").read_text()

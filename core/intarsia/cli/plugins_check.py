@@ -13,7 +13,7 @@ from intarsia.cli.outcomes import FAILED
 from intarsia.cli.plugins_facts import WHOLE, check_facts, names
 from intarsia.cli.plugins_report import PartReport, as_data, as_text
 from intarsia.cli.plugins_trial import Contracted, Trial, check_installed
-from intarsia.cli.terminal import fail, is_terminal, write
+from intarsia.cli.terminal import fail, is_terminal, note, write
 from intarsia.errors import ConfigError, did_you_mean
 from intarsia.plugins import Offer, Plugin, Registry
 from intarsia.types import PluginsOptions
@@ -63,37 +63,40 @@ def check(
     """
     check_installed()
     with contextlib.redirect_stdout(sys.stderr):
-        plugin, offers = _find(name)
+        registry = _discover(name)
+    plugin = next(each for each in registry.plugins if each.name == name)
+    offers = {
+        f"{offer.kind.slot}.{offer.provider.key}": offer for offer in registry.all_offers() if offer.plugin == plugin
+    }
     chosen = _chosen(plugin, offers, parts)
     reports = _reports(plugin, offers, chosen, claims, timeout_s, whole=not parts)
     _check_claims(reports, claims)
     if claims:  # one that is asked for need not be one of every kind
         reports = [report for report in reports if report.results or report.error]
     if wants_json:
-        write(json.dumps(as_data(plugin, reports), indent=2) + "\n")
+        write(json.dumps(as_data(plugin, reports, registry.deprecated), indent=2) + "\n")
     else:
         write(as_text(plugin, reports, quiet=quiet, verbose=verbose))
+        for use in registry.deprecated:
+            note(f"deprecated: {use}")
     failing = [report.part for report in reports if report.fails]
     if failing:
         fail(f"plugin {plugin.name!r} does not keep the contracts of {', '.join(failing)}")
         raise click.exceptions.Exit(FAILED)
 
 
-def _find(name: str) -> tuple[Plugin, dict[str, Offer]]:
-    """Return the plugin, and its parts by `slot.key`; the defaults are beside it, and no other plugin is.
+def _discover(name: str) -> Registry:
+    """Return the plugin's parts, beside the defaults and no other plugin's.
 
     Raises:
         ConfigError: there is no such plugin; the message has the nearest names.
         PluginError: it cannot be used; says why.
     """
     try:
-        registry = Registry.discover(PluginsOptions(allow=(name,)))
+        return Registry.discover(PluginsOptions(allow=(name,)))
     except ConfigError as error:
         # In the words of this command, which has no engine.plugins.allow.
         raise ConfigError(str(error).partition(": ")[2], field="name") from None
-    plugin = next(each for each in registry.plugins if each.name == name)
-    mine = [offer for offer in registry.all_offers() if offer.plugin == plugin]
-    return plugin, {f"{offer.kind.slot}.{offer.provider.key}": offer for offer in mine}
 
 
 def _chosen(plugin: Plugin, offers: dict[str, Offer], parts: tuple[str, ...]) -> list[str]:

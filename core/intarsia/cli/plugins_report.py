@@ -106,13 +106,14 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, subsequent_indent=_INDENT * 2, break_long_words=False) or [text]
 
 
-def as_data(plugin: Plugin, reports: Sequence[PartReport]) -> dict[str, Any]:
-    """Return the report for programs."""
+def as_data(plugin: Plugin, reports: Sequence[PartReport], deprecated: Sequence[object]) -> dict[str, Any]:
+    """Return the report for programs; `deprecated` is what the plugin uses and that goes in a later release."""
     return {
         "plugin": plugin.name,
         "distribution": plugin.distribution,
         "version": plugin.version,
         "ok": not any(report.fails for report in reports),
+        "deprecated": [str(use) for use in deprecated],
         "parts": [
             {
                 "part": report.part,

@@ -68,6 +68,7 @@ def _render(names: Names, kind: Kind) -> Iterator[tuple[str, str]]:
         "key": names.key,
         "slot": kind.slot,
         "hook": kind.hook,
+        "api": str(kind.api),
         "part": kind.part.__name__,
         "intarsia": _minor_version(),
     }
