@@ -1,5 +1,6 @@
 """The contract suites are tested: each planted fault is found by the claim that speaks of it."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -60,11 +61,27 @@ PLANTED = [
 ]
 
 
+SOUND = [
+    pytest.param(kind, part, id=f"{kind}-{part.__name__}")
+    for kind, (_, planted) in KINDS.items()
+    for part in getattr(planted, "GOOD", ())
+]
+
+
 @pytest.mark.parametrize(("contract", "fault"), PLANTED)
 def test_a_planted_fault_is_found_by_its_claim(contract, fault):
     found = failure(contract(fault.part), fault.claim)
     assert found is not None, f"{fault.claim} does not see: {fault.says}"
     assert found, "the claim fails, and does not say why"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "part"), SOUND)
+def test_what_faults_are_planted_in_keeps_every_claim(kind, part):
+    contract, planted = KINDS[kind]
+    for claim in claims(contract):
+        with contextlib.suppress(pytest.skip.Exception):
+            assert failure(planted.contract(part), claim.name) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from safetensors.torch import save_file
 
 from intarsia.defaults import provide_loaders
@@ -19,6 +20,7 @@ class TestSafetensors(LoaderContract):
         return save_byte_tokenizer(folder)
 
 
+@pytest.mark.slow
 class TestShards(TestSafetensors):
     def write(self, folder, tensors, config):
         super().write(folder, tensors, config)

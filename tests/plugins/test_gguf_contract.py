@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -26,6 +27,7 @@ class TestGguf(LoaderContract):
         return folder / "model.gguf"
 
 
+@pytest.mark.slow
 class TestQ8(TestGguf):
     q8_0 = True
 

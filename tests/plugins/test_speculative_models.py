@@ -195,6 +195,7 @@ class TestDraftModelContract(DrafterContract):
         return super().model(folder)
 
 
+@pytest.mark.slow
 class TestDraftModelWithControl(TestDraftModelContract):
     repeats: ClassVar = False
 

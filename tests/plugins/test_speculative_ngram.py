@@ -133,6 +133,7 @@ class TestNgramContract(DrafterContract):
         return next(one for one in provide_drafters() if one.key == "ngram")
 
 
+@pytest.mark.slow
 class TestNgramWithoutControl(TestNgramContract):
     options: ClassVar = {"k": 8, "min_n": 1, "adaptive": False}
     repeats: ClassVar = True

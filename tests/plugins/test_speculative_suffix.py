@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import ClassVar
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -218,6 +219,7 @@ class TestSuffixContract(DrafterContract):
         return next(one for one in provide_drafters() if one.key == "suffix")
 
 
+@pytest.mark.slow
 class TestSuffixWithoutControl(TestSuffixContract):
     options: ClassVar = {"k": 8, "min_match": 1, "adaptive": False}
     repeats: ClassVar = True
