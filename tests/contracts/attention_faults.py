@@ -129,6 +129,35 @@ class ReadsOn(Oracle):
         return super().prepare(evolve(batch, pages=straight), layout)
 
 
+@plant("test_rows_can_share_their_first_pages")
+class FollowsTheFirst(Oracle):
+    """Of rows that begin in the same page all read on in the first one's pages."""
+
+    def prepare(self, batch, layout):
+        followed = []
+        for tables in batch.pages:
+            longest = {}
+            for table in tables:
+                longest.setdefault(table[0], table)
+            followed.append(
+                tuple(longest[table[0]][: len(table)] + table[len(longest[table[0]]) :] for table in tables)
+            )
+        return super().prepare(evolve(batch, pages=tuple(followed)), layout)
+
+
+@plant("test_rows_can_share_their_first_pages")
+class KnowsRowsByTheirFirstPage(Oracle):
+    """It takes rows whose first page is the same for the same row, as far as that goes."""
+
+    def prepare(self, batch, layout):
+        met = {}
+        pages = []
+        for group, tables in enumerate(batch.pages):
+            known = [met.setdefault((group, table[0]), table) if table[0] >= 0 else table for table in tables]
+            pages.append(tuple(one + table[len(one) :] for one, table in zip(known, tables, strict=True)))
+        return super().prepare(evolve(batch, pages=tuple(pages)), layout)
+
+
 @plant("test_entries_of_every_format_are_read_as_what_they_stand_for")
 class IgnoresScales(Oracle):
     """It takes the numbers of int8 entries without their scales."""
@@ -472,6 +501,49 @@ class AddsInTheOrderOfPages(Oracle):
                 keys, values = keys[order], values[order]
             outs.append(eager_row(q_THD[begin:stop], keys, values, start, found.first, spec))
         return torch.cat(outs)
+
+
+@plant("test_pages_that_it_shares_show_in_no_bit")
+class MergesParts(Oracle):
+    """It attends to the pages that all rows share first, and adds what it makes of the others."""
+
+    def attend(self, q_THD, cache, spec, group, batch):
+        ready, outs = batch.attention, []
+        tables = batch.pages[group]
+        shared = sum(len(set(pages)) == 1 for pages in zip(*tables, strict=False)) if len(tables) > 1 else 0
+        size = cache.keys.shape[ready.order.index("S")]
+        rows = zip(batch.starts, pairwise(batch.bounds), ready.keys[group], strict=True)
+        for start, (begin, stop), found in rows:
+            keys, values = found.read(cache, ready.order)
+            total = in_parts(shared * size or len(keys))
+            outs.append(softmax_row(q_THD[begin:stop], keys, values, start, found.first, spec, total=total))
+        return torch.cat(outs)
+
+
+@plant("test_pages_that_it_shares_show_in_no_bit")
+class AddsSharedPagesApart(Oracle):
+    """It adds the values of pages that a row shares with others up apart from the rest."""
+
+    def attend(self, q_THD, cache, spec, group, batch):
+        ready, outs = batch.attention, []
+        size = cache.keys.shape[ready.order.index("S")]
+        tables = batch.pages[group]
+        rows = zip(batch.starts, pairwise(batch.bounds), ready.keys[group], tables, strict=True)
+        for start, (begin, stop), found, table in rows:
+            shared = max((common(table, other) for other in tables if other is not table), default=0)
+            split = max(0, shared * size - found.first)
+
+            def total(weights, values, split=split):
+                return weights[..., :split] @ values[..., :split, :] + weights[..., split:] @ values[..., split:, :]
+
+            keys, values = found.read(cache, ready.order)
+            outs.append(softmax_row(q_THD[begin:stop], keys, values, start, found.first, spec, total=total))
+        return torch.cat(outs)
+
+
+def common(table, other):
+    """Return how many pages two tables begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(table, other, strict=False)) if a != b), min(len(table), len(other)))
 
 
 BITWISE = dict.fromkeys(("float32", "bfloat16", "float16"), "bitwise")

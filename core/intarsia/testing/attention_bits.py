@@ -58,6 +58,19 @@ class BitClaims(AttentionCase):
                 for out, right, row in zip(outs, alone, rows, strict=True):
                     _same(out, right, row, "with its pages elsewhere")
 
+    def test_pages_that_it_shares_show_in_no_bit(self) -> None:
+        """A row has the same bits whether others have its first pages or their own, where `neighbours` is promised."""
+        for trial, entry in self._promised(_SPECS, "neighbours", "bitwise"):
+            for shared in (64, 128):
+                rows = trial.rows([(130, 1), (150, 3), (300, 1), (131, 1), (140, 20)])
+                rows = [rows[0], *(row.behind(rows[0], shared) for row in rows[1:])]
+                apart = trial.attend(rows, entry=entry, scatter=1)
+                for among in (rows, rows[::-1], rows[1:3]):
+                    outs = trial.attend(among, entry=entry, scatter=2, shared=shared)
+                    for out, row in zip(outs, among, strict=True):
+                        right = next(bits for bits, other in zip(apart, rows, strict=True) if other is row)
+                        _same(out, right, row, f"with {shared} tokens in pages of others")
+
     def test_its_chunks_show_in_no_bit(self) -> None:
         """However a prompt is cut into chunks, its bits are the same, where `bitwise` is promised."""
         for trial, entry in self._promised(_CUT, "bitwise"):

@@ -41,6 +41,14 @@ class NumericClaims(AttentionCase):
             for order, page_size, scatter in product(trial.orders, self.page_sizes, (None, 2)):
                 trial.check(rows, order=order, page_size=page_size, scatter=scatter)
 
+    def test_rows_can_share_their_first_pages(self) -> None:
+        """Rows whose page tables begin alike, behind one prompt, each go on with their own keys."""
+        for trial in self.fitting(attention_of(6, 2, 16), attention_of(4, 4, 20, window=90)):
+            for shared, entry in product((16, 80, 144), trial.entries):
+                rows = trial.rows([(144, 1), (200, 1), (150, 4), (144, 40), (250, 1), (160, 1)])
+                rows = [rows[0], *(row.behind(rows[0], shared) for row in rows[1:])]
+                trial.check(rows, shared=shared, entry=entry, scatter=shared)
+
     def test_entries_of_every_format_are_read_as_what_they_stand_for(self) -> None:
         """Entries of each format that it reads count as what they stand for: int8 as numbers times their scales."""
         for trial in self.fitting(attention_of(6, 2, 40), attention_of(6, 2, 16, window=20)):

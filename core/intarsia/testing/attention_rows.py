@@ -61,6 +61,14 @@ class AttentionRow:
         heads = ((length, spec.num_heads), *[(start + length, spec.num_kv_heads)] * 2)
         return cls(start, *(torch.randn(*each, spec.head_dim, generator=generator).to(dtype) for each in heads))
 
+    def behind(self, other: AttentionRow, length: int) -> AttentionRow:
+        """Return the row with another's first keys and values, `length` of them."""
+        begun = (
+            (theirs[:length], mine[length:]) for theirs, mine in ((other.keys, self.keys), (other.values, self.values))
+        )
+        keys, values = (torch.cat(parts) for parts in begun)
+        return evolve(self, keys=keys, values=values)
+
     @property
     def length(self) -> int:
         """How many tokens run now."""

@@ -34,6 +34,8 @@ class Placement:
         scatter: seed by which pages are drawn; None lays each row's side by side.
         rest: what lies in all slots that hold no token of a row.
         padding: rows of padding behind the others: a token at position 0 of the spare page, written to slot -1.
+        shared: tokens that all rows begin with and have in the first row's pages, in whole pages; their keys and values
+            are equal.
     """
 
     order: str = "PSKD"
@@ -42,6 +44,7 @@ class Placement:
     scatter: int | None = None
     rest: float = torch.nan
     padding: int = 0
+    shared: int = 0
 
 
 @frozen(eq=False)
@@ -165,9 +168,13 @@ def _tables(
         if placement.scatter is not None:
             random.Random(placement.scatter + 1000 * number).shuffle(pool)
         mine: list[tuple[int, ...]] = []
+        leading: tuple[int, ...] = ()  # the first row's pages, those that a window has left behind too
         for row, count in zip(rows, counts, strict=True):
             gone = 0 if group.window is None else max(0, row.start - group.window + 1) // size
-            mine.append((-1,) * gone + tuple(pool[gone:count]))
+            pages = leading[: min(placement.shared, row.start) // size]
+            pages += tuple(pool[len(pages) : count])
+            leading = leading or pages
+            mine.append((-1,) * gone + pages[gone:])
             del pool[:count]
         tables.append(mine)
     return tables, num_pages
