@@ -184,9 +184,7 @@ def test_an_old_version_of_a_hook_is_taken_for_a_release(plant, monkeypatch, cap
     )
     assert registry.find("scheduler", "mine")
     assert "plugin 'old' (- -) uses the hook version provide_schedulers.1" in caplog.text
-    with pytest.raises(
-        PluginError, match=r"plugin 'new' .*for version 3 of provide_schedulers, this is version 2"
-    ):
+    with pytest.raises(PluginError, match=r"plugin 'new' .*for version 3 of provide_schedulers, this is version 2"):
         discover(new=plugin(provide_schedulers=hookimpl(lambda: [part(api=3)])))
 
 

@@ -174,7 +174,9 @@ def test_a_result_is_read_as_it_was_sent_to_the_last_bit():
 
 def test_what_is_no_result_is_refused():
     data = pack_result(StepResult(rows=(RowResult(sequence_id=("r", 0)),)))
-    for spoilt in (data[:-1], b"", msgpack.packb([[], 0.0, 0.0]), msgpack.packb([[["r", 0]], 0.0, 0.0, None, 0, 0.0, []])):
+    short, wrong = msgpack.packb([[], 0.0, 0.0]), msgpack.packb([[["r", 0]], 0.0, 0.0, None, 0, 0.0, []])
+    spent = msgpack.packb([[], 0.0, 0.0, None, 0, 0.0, [["runner.eager", 1.0]]])
+    for spoilt in (data[:-1], b"", short, wrong, spent):
         with pytest.raises(ExecutionError, match="result: it cannot be read"):
             read_result(spoilt)
 
