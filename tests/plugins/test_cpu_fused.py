@@ -346,8 +346,5 @@ def test_what_it_is_asked_decides_and_nothing_else():
 
 
 class TestFused(RunnerContract):
-    # Its own attention alone reads what it writes.
-    lays_out_pages = True
-
     def provider(self):
         return provide_runners()[0]

@@ -126,7 +126,7 @@ class ExecutorCase:
 
     def provider(self) -> Provider:
         """Return the executor's provider."""
-        raise NotImplementedError
+        raise NotImplementedError("provider() must return the executor's provider")
 
     def compose(self, *plugins: object, **sections: Any) -> Parts:
         """Return the parts of an engine with this executor, which has not started."""

@@ -182,7 +182,7 @@ class RunnerTrial:
 
         with calling("logits"), torch.inference_mode():
             wanted = torch.tensor(list(rows_L), dtype=torch.int64, device=hidden_TE.device)
-            return self.runner.logits(hidden_TE, wanted).clone()
+            return self.runner.logits(hidden_TE, wanted).clone().cpu()
 
     def step(self, *rows: Row, num_padding: int = 0) -> torch.Tensor:
         """Run rows; return the logits (T, V) after all of their tokens, without those of padding."""
@@ -199,7 +199,8 @@ class RunnerTrial:
         for index in range(self.num_layers):
             layer = self.cache.layer(index)
             stored = [t if order == "PSKD" else t.transpose(1, 2) for t in (layer.keys, layer.values)]
-            found.append(torch.stack([torch.stack([t[page, slot] for page, slot in places]) for t in stored]).float())
+            entries = torch.stack([torch.stack([t[page, slot] for page, slot in places]) for t in stored])
+            found.append(entries.float().cpu())
         return found
 
     def snapshot(self) -> list[torch.Tensor]:
@@ -211,7 +212,7 @@ class RunnerTrial:
             layer = self.cache.layer(index)
             for tensor in (layer.keys, layer.values):
                 laid = tensor if self.context.layout.order == "PSKD" else tensor.transpose(1, 2)
-                found.append(laid[: self.num_pages].contiguous().view(torch.uint8).clone())
+                found.append(laid[: self.num_pages].contiguous().view(torch.uint8).cpu().clone())
         return found
 
 
@@ -228,19 +229,25 @@ class RunnerCase:
         models: names of the suite's tiny models (`MODELS`) that it runs. One that it refuses, with its reason, is left
             out of most claims by itself.
         lays_out_pages: whether it keeps keys and values within a page in an order of its own. One that brings its own
-            attention can: pages are moved whole, and nobody else reads them.
+            attention can: pages are moved whole, and nobody else reads them. None: where it `provides` attention.
         tolerance: how far a logit may be from that of the ops, in fp32, times the largest logit.
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
     sections: ClassVar[Mapping[str, Any]] = {}
     models: ClassVar[Sequence[str]] = tuple(MODELS)
-    lays_out_pages: ClassVar[bool] = False
+    lays_out_pages: ClassVar[bool | None] = None
     tolerance: ClassVar[float] = 2e-5
 
     def provider(self) -> Provider:
         """Return the runner's provider."""
-        raise NotImplementedError
+        raise NotImplementedError("provider() must return the runner's provider")
+
+    @property
+    def orders_slots(self) -> bool:
+        """Whether slots within a page are in an order of its own."""
+        own = self.lays_out_pages
+        return "attention" in self.provider().provides if own is None else own
 
     def plugins(self) -> Sequence[object]:
         """Return plugins that the runner needs and that are not installed."""
@@ -255,8 +262,11 @@ class RunnerCase:
         provider = self.provider()
         # What is bitwise in fp32, so that what the runner does is seen.
         plain = {"attention": "auto" if "attention" in provider.provides else "tiled"}
-        mine = {"runner": {"use": KEY, **self.options}}
-        return _composed(model, {**plain, **self.sections, **sections, **mine}, self.plugins(), runner=provider)
+        merged = {**plain, **self.sections, "runner": {"use": KEY, **self.options}}
+        for name, section in sections.items():
+            both = isinstance(section, Mapping) and isinstance(merged.get(name), Mapping)
+            merged[name] = {**merged[name], **section} if both else section
+        return _composed(model, merged, self.plugins(), runner=provider)
 
     def trial(self, model: str = "even", **sections: Any) -> RunnerTrial:
         """Return the runner of a model, and a cache."""
@@ -275,7 +285,7 @@ class RunnerCase:
         pages = {place[0] for place in written}
         for old, new in zip(before, trial.snapshot(), strict=True):
             changed = {tuple(place) for place in (old != new).flatten(2).any(-1).nonzero().tolist()}
-            stray = sorted(place for place in changed - written if not (self.lays_out_pages and place[0] in pages))
+            stray = sorted(place for place in changed - written if not (self.orders_slots and place[0] in pages))
             assert not stray, f"(page, slot) {stray[:4]} changed, and hold no token of the step"
 
     def check_near(self, found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:

@@ -114,8 +114,8 @@ class RunnerContract(RunnerCase):
 
     def test_the_cache_holds_what_the_ops_write(self) -> None:
         """Behind a step every token's keys and values are in its slots, for whoever reads them next."""
-        if self.lays_out_pages:
-            unclaimed("lays_out_pages = True: only its own attention reads what it writes")
+        if self.orders_slots:
+            unclaimed("it brings its own attention, which alone reads what it writes")
         for name, trial in self._models():
             reference = self.reference(name)
             _ragged(trial)
