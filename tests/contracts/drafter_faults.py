@@ -67,7 +67,7 @@ class Drawing(Echo):
 
 
 #: What faults are planted in: the contract finds nothing wrong with these.
-GOOD = (Echo, Drawing)
+SOUND = (Echo, Drawing)
 
 
 def provider_of(part):

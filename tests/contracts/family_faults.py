@@ -37,7 +37,7 @@ class Family:
 
 
 #: What faults are planted in: the contract finds nothing wrong with these.
-GOOD = (Family,)
+SOUND = (Family,)
 
 
 def contract(part):

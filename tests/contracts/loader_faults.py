@@ -91,7 +91,7 @@ class Kept(Around):
 
 
 #: What faults are planted in: the contract finds nothing wrong with these.
-GOOD = (Folder, Bits)
+SOUND = (Folder, Bits)
 
 
 def contract(part):

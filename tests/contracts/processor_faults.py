@@ -53,7 +53,7 @@ class Thirds(LogitsProcessor):
 
 
 #: What faults are planted in: the contract finds nothing wrong with these.
-GOOD = (Thirds,)
+SOUND = (Thirds,)
 
 
 def contract(part):

@@ -64,7 +64,7 @@ PLANTED = [
 SOUND = [
     pytest.param(kind, part, id=f"{kind}-{part.__name__}")
     for kind, (_, planted) in KINDS.items()
-    for part in getattr(planted, "GOOD", ())
+    for part in getattr(planted, "SOUND", ())
 ]
 
 
