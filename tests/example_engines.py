@@ -18,7 +18,7 @@ TEXT = (
     "time when the railway came. Nobody had seen such a machine before, and for years they spoke of little else."
 )
 PARTS = {"scheduler": {"use": "srpt", "max_batch": 2}, "cache": {"use": "ttl_prefix"}, "drafter": "markov"}
-NF4 = {"quantizer": {"use": "nf4", "double_quant": True}}
+NF4 = {"quantizer": {"use": "nf4", "double_quant": True, "head": False}}
 ENGINES = {"plain": {}, "parts": PARTS, "nf4": NF4, "all": {**PARTS, **NF4}}
 
 

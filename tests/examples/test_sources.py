@@ -16,6 +16,7 @@ from intarsia.cli import run
 from intarsia.config import load_config
 from intarsia.plugins import Registry
 from intarsia.testing.tiny import save_tiny_model
+from intarsia.types import Choice
 
 #: Of the core, what third parties may import: the surface that is public, and `testing` in tests.
 PUBLIC = {"types", "errors", "protocols", "hookspecs", "ops", "rope", "families", "quantizing", "checkpoints"}
@@ -82,6 +83,27 @@ def test_the_scheduler_answers_short_requests_first(model, plugins):
 def run_out(engine):
     while engine.has_work:
         yield from engine.step()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_it_takes_over_and_hands_over_while_requests_run(model, plugins, steps):
+    """From the default, and to it: answers stay, and those that run keep their pages."""
+    asked = [Request(request_id=f"r{i}", prompt=prompt, params=PARAMS[0]) for i, prompt in enumerate(PROMPTS)]
+    said, kept = [], []
+    for swapped in ((), ("srpt", "inflight")):
+        ids = {request.request_id: [] for request in asked}
+        with small(model, plugins, scheduler={"use": "inflight", "max_batch": 2}) as engine:
+            for request in asked:
+                engine.add(request)
+            for key in (*swapped, None):
+                for _ in range(steps if key else 10_000):
+                    for output in engine.step() if engine.has_work else ():
+                        ids[output.request_id] += output.token_ids
+                if key:
+                    kept.append(engine.swap("scheduler", Choice(key, {"max_batch": 2}))["kept"])
+        said.append(ids)
+    assert said[0] == said[1]
+    assert kept == [2, 2]
 
 
 def test_cached_prefixes_are_found_until_their_time_is_over(model, plugins):
@@ -184,11 +206,12 @@ def test_the_configs_of_its_readme_are_configs(key, plugins, tmp_path):
 @pytest.mark.parametrize("key", PACKAGES)
 def test_the_commands_of_its_readme_are_known(key, capsys):
     shown = [line for block in blocks(readme(key), "sh") for line in block.splitlines() if line.startswith("intarsia")]
-    shown += re.findall(r"`(intarsia bench [^`]*)`", readme(key))
+    shown += re.findall(r"`(intarsia [^`]*)`", readme(key))
     assert any("--swap" in line for line in shown)
     for line in shown:
         _, name, *rest = re.sub(r'\s#.*|"', "", line).split()
-        assert run([name, "--help"]) == 0
+        within = rest[:1] if name == "eval" else []
+        assert run([name, *within, "--help"]) == 0
         known = capsys.readouterr().out
         for option in (each for each in rest if each.startswith("-")):
             assert re.search(rf"(^|[\s,]){re.escape(option)}\b", known), (line, option)

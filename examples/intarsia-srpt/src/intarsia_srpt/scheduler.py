@@ -18,11 +18,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from heapq import merge
+from typing import Literal
 
 from attrs import define, field
 
 from intarsia.errors import OverloadedError
-from intarsia.protocols import CacheAllocator, PartContext, SequenceView, SwappingAllocator
+from intarsia.protocols import CacheAllocator, HeldSequence, PartContext, SequenceView, SwappingAllocator
 from intarsia.types import BatchPlan, Entered, Row, RowResult, SequenceId, Want
 from intarsia_srpt.options import SrptOptions
 from intarsia_srpt.turns import Entry, Turns
@@ -86,6 +87,44 @@ class SrptScheduler:
     def num_running(self) -> int:
         """Sequences that hold pages."""
         return len(self._running)
+
+    # --- replacing another, and being replaced ------------------------------------------------------------------------
+
+    def held(self) -> list[HeldSequence]:
+        """Return those that run and those that wait, each in the order of their turn; here all steps age a sequence."""
+        return [self._held(entry, "device") for entry in self._in_turn()] + [
+            self._held(entry, "host" if entry.is_swapped else "none") for entry in self._waiting
+        ]
+
+    def _held(self, entry: Entry, pages: Literal["device", "host", "none"]) -> HeldSequence:
+        return HeldSequence(
+            sequence=entry.sequence,
+            pages=pages,
+            num_computed=entry.computed,
+            drafts=entry.drafts,
+            num_waited=self._steps - entry.step,
+        )
+
+    def take_over(self, held: Sequence[HeldSequence]) -> set[SequenceId]:
+        """Run those that ran, as many as may, and queue the others; what they have waited counts."""
+        could_run = [one.sequence.sequence_id for one in held if one.pages == "device"]
+        runs = set(could_run[: self.options.max_batch])
+        num_waiting = len(held) - len(runs)
+        if num_waiting > self.options.max_waiting:
+            raise OverloadedError(
+                f"{num_waiting} sequences would wait, and scheduler.max_waiting allows {self.options.max_waiting}",
+                retry_after_s=1.0,
+            )
+        for one in held:
+            self._arrivals += 1
+            entry = Entry(one.sequence, self._arrivals, -one.num_waited, is_swapped=one.pages == "host")
+            if one.sequence.sequence_id in runs:
+                entry.computed = entry.furthest = one.num_computed
+                entry.drafts = one.drafts
+                self._running[one.sequence.sequence_id] = entry
+            else:
+                self._wait(entry)
+        return runs | {one.sequence.sequence_id for one in held if one.pages == "host"}
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +207,7 @@ class SrptScheduler:
             return False
         self._waiting.remove(entry)
         self._running[sequence.sequence_id] = entry
-        entry.computed = computed
+        entry.computed, entry.is_swapped = computed, False
         step.entered.append(sequence.entered())
         return True
 
@@ -184,7 +223,8 @@ class SrptScheduler:
 
     def _preempt(self, entry: Entry, step: _Step) -> None:
         sequence_id, allocator = entry.sequence.sequence_id, self.allocator
-        if not (isinstance(allocator, SwappingAllocator) and allocator.swap_out(sequence_id)):
+        entry.is_swapped = isinstance(allocator, SwappingAllocator) and allocator.swap_out(sequence_id)
+        if not entry.is_swapped:
             allocator.release(sequence_id)
         del self._running[sequence_id]
         entry.computed, entry.drafts = 0, ()

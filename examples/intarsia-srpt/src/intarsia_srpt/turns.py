@@ -13,10 +13,11 @@ class Entry:
 
     Attributes:
         arrival: a number that grows with each arrival.
-        step: how many steps were planned before it came.
+        step: how many steps were planned before it came; below 0 where another scheduler planned them.
         computed: tokens that have valid slots now.
         furthest: the most tokens that ever had: what was run once does not count as remaining again after a preemption.
         drafts: proposals for its next row.
+        is_swapped: whether its pages are in host memory.
     """
 
     sequence: SequenceView
@@ -25,6 +26,7 @@ class Entry:
     computed: int = 0
     furthest: int = 0
     drafts: tuple[int, ...] = ()
+    is_swapped: bool = False
 
     @property
     def num_unrun(self) -> int:
