@@ -35,7 +35,13 @@ class RayCommand:
 @click.option("--address", metavar="HOST:PORT", help="A Ray cluster, or auto. [default: begin one on this machine]")
 @click.option("--cpus", type=float, default=1.0, show_default=True, metavar="N", help="Cores of one rank.")
 @click.option("--gpus", type=float, metavar="N", help="GPUs of one rank. [default: 1 where engine.device is one]")
-@click.option("--policy", type=click.Choice(["prefix", "least_loaded", "round_robin"]), default="prefix")
+@click.option(
+    "--policy",
+    type=click.Choice(["prefix", "least_loaded", "round_robin"]),
+    default="prefix",
+    show_default=True,
+    help="Which replica takes a request: one that has its prefix, the least busy, or the next in turn.",
+)
 @click.option("--server-key", metavar="FILE", help="The secret key that clients see; see `intarsia keygen`.")
 @click.option("--client-keys", metavar="DIR", help="The public keys of those who may connect.")
 def ray(

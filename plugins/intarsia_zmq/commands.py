@@ -90,7 +90,15 @@ def _trouble(state: str, age_s: float | None, max_age_s: float) -> str | None:
 
 @click.group()
 @click.option("--control", metavar="URL", help="The control socket. [default: the one of port 5555]")
-@click.option("--timeout", "timeout_s", type=float, default=10.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the server's answer.",
+)
 @click.pass_context
 def control(context: click.Context, *, control: str | None, timeout_s: float) -> None:
     """Look after a server on this machine.

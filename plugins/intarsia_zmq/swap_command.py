@@ -42,7 +42,15 @@ def control_of(address: str) -> str:
 )
 @click.option("--address", default=DEFAULT_ADDRESS, show_default=True, metavar="URL", help="The server's address.")
 @click.option("--control", metavar="URL", help="Its control socket. [default: the one of the address's port]")
-@click.option("--timeout", "timeout_s", type=float, default=30.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the server's answer.",
+)
 @click.option("--json", "wants_json", is_flag=True, help="Print a JSON object.")
 def swap(
     *, change: str, overrides: tuple[str, ...], address: str, control: str | None, timeout_s: float, wants_json: bool

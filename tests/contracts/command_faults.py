@@ -61,17 +61,6 @@ class Renamed(Good):
     facts = (("key", "better"),)
 
 
-_ONLY = Good(None).command()
-
-
-@fault("test_each_build_is_a_command_of_its_own")
-class Shared(Good):
-    """Every build returns one and the same command."""
-
-    def command(self):
-        return _ONLY
-
-
 @fault("test_help_exits_0")
 class Eager(Good):
     """It composes an engine before it knows what it is asked for."""

@@ -70,10 +70,6 @@ class CommandContract:
         name, key = self.command().name, self.provider().key
         assert name == key, f"the command is called {name!r}, its key is {key!r}"
 
-    def test_each_build_is_a_command_of_its_own(self) -> None:
-        """Two builds share no state: the command line builds one a run."""
-        assert self.command() is not self.command(), "both builds return one and the same command"
-
     # --- help -------------------------------------------------------------------------------------------------------
 
     def test_help_exits_0(self) -> None:

@@ -111,7 +111,15 @@ def _listed(written: str, value: Any) -> bool:
 # --- verbs ------------------------------------------------------------------------------------------------------------
 
 _CONTROL = click.option("--control", metavar="URL", help="The router's control socket. [default: the one of port 5555]")
-_TIMEOUT = click.option("--timeout", "timeout_s", type=float, default=10.0, show_default=True, metavar="SECONDS")
+_TIMEOUT = click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the router's answer.",
+)
 
 
 def _verb(name: str, kind: str, text: str) -> None:
