@@ -78,6 +78,18 @@ def test_where_pages_run_out_the_longest_gives_way_and_keeps_its_place():
     assert [sequence_id for plan in sim.log for sequence_id in plan.preempted] == [("b", 0)]
 
 
+def test_what_was_run_once_never_remains_again():
+    sim, before = simulate(SimulatedCache(num_pages=9, prefix=False), max_tokens=9), {}
+    for name, num_tokens in (("a", 12), ("b", 16), ("c", 8)):
+        sim.add(name, [1] * 8, num_tokens)
+    while sim.sequences:
+        sim.step()
+        for one in (*sim.scheduler._running.values(), *sim.scheduler._waiting):
+            assert one.remaining <= before.get(one.arrival, one.remaining)
+            before[one.arrival] = one.remaining
+    assert any(plan.preempted for plan in sim.log)
+
+
 # --- what it gains ----------------------------------------------------------------------------------------------------
 
 
