@@ -54,6 +54,11 @@ class Preemption:
     _open_s: float = field(default=0.0, init=False)
     _open_tokens: int = field(default=0, init=False)
     _open_prompts: int = field(default=0, init=False)
+    #: the allocator where it swaps: asked once, since a step has no time for it
+    _swapping: SwappingAllocator | None = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._swapping = self.allocator if isinstance(self.allocator, SwappingAllocator) else None
 
     def begin(self, plan: BatchPlan, num_computed: Callable[[SequenceId], int]) -> None:
         """Note who is preempted in a plan that is about to run, and who runs again.
@@ -84,8 +89,8 @@ class Preemption:
             self._open_s, self._open_tokens, self._open_prompts = 0.0, 0, 0
         if result.swapped:
             self._bytes_per_s.add(result.swapped, result.swap_s)
-        if isinstance(self.allocator, SwappingAllocator):
-            self.allocator.price(self.prices)
+        if self._swapping is not None:
+            self._swapping.price(self.prices)
 
     @property
     def prices(self) -> SwapPrices:
@@ -104,8 +109,8 @@ class Preemption:
             swap: of a cache with host memory, its books (`SwapStats`), `bytes_per_s` of copies (None where none was
                 measured yet), and the `prices` that are in force; else None.
         """
-        allocator, swap = self.allocator, None
-        if isinstance(allocator, SwappingAllocator) and (books := allocator.swap_stats()).num_pages:
+        swap = None
+        if self._swapping is not None and (books := self._swapping.swap_stats()).num_pages:
             swap = {
                 **attrs.asdict(books),
                 "bytes_per_s": self._bytes_per_s.value,

@@ -188,7 +188,7 @@ class ModelStage:
         self._runner = None
         if self._cache is not None:
             self._cache.close()
-        self._cache = None
+        self._cache = self._swapping = None
 
 
 def build_stage(context: ExecutorContext) -> ModelStage:

@@ -52,6 +52,10 @@ int check() {
     page_bounds.push_back((int)pages.size());
   }
   std::shuffle(pages.begin(), pages.end(), generator);
+  for (int row = 1; row < num_rows; row++) {  // which begins in the pages of the row before, or in its own
+    const int most = std::min(starts[row - 1] + bounds[row] - bounds[row - 1], starts[row]) / page_size;
+    std::copy_n(pages.begin() + page_bounds[row - 1], whole(0, most), pages.begin() + page_bounds[row]);
+  }
   const int64_t slot = dim, head = 2 * page_size * slot, page = kv_heads * head;
   Numbers<Entry> cache(pages.size() * page);
   // Scales of keys, and behind them those of values, a page and head at a time.
@@ -120,7 +124,7 @@ int check() {
   args.scale = 1 / std::sqrt((float)dim);
   args.soft_cap = whole(0, 1) ? 5.0f : 0.0f;
   const int num_threads = whole(1, 4);
-  for (int thread = 0; thread < num_threads; thread++) attention_part(args, thread, num_threads);
+  for (int thread = 0; thread < num_threads; thread++) attention_part(args, attention::bundle(args), thread, num_threads);
 
   for (int row = 0; row < num_rows; row++) {
     for (int token = bounds[row]; token < bounds[row + 1]; token++) {

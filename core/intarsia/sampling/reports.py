@@ -85,6 +85,8 @@ def report_tasks(tasks: Sequence[Task], logits_LV: torch.Tensor) -> tuple[Report
         The report of all their positions, and where in it each sequence's begin.
     """
     reporting = [task for task in tasks if task.state.params.logprobs is not None]
+    if not reporting:  # as in most steps
+        return Report(logits_LV, [], []), {}
     firsts: dict[SequenceId, int] = {}
     nums_top: list[int] = []
     rows: list[int] = []

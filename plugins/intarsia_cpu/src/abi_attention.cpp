@@ -11,6 +11,7 @@ API int64_t intarsia_attention_args_bytes() {
 }
 
 API void intarsia_attention(const AttentionArgs* args, int num_threads) {
+  const attention::Rows rows = attention::bundle(*args);
 #pragma omp parallel num_threads(num_threads)
-  attention_part(*args, omp_get_thread_num(), omp_get_num_threads());
+  attention_part(*args, rows, omp_get_thread_num(), omp_get_num_threads());
 }

@@ -213,6 +213,16 @@ static INLINE F abs(F a) {
 static INLINE F select(I mask, F yes, F no) {
   return mask ? yes : no;
 }
+/// Whether the first `count` lanes are equal numbers.
+static INLINE bool same(F a, F b, int count) {
+#if ISA_AVX512
+  return (_mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_NEQ_UQ) & ((1u << count) - 1)) == 0;
+#else
+  bool equal = true;
+  for (int lane = 0; lane < count; lane++) equal &= a[lane] == b[lane];
+  return equal;
+#endif
+}
 /// The nearest whole number, ties to even, for |a| < 2**22.
 static INLINE F round(F a) {
 #if ISA_AVX512
@@ -267,6 +277,23 @@ static INLINE F scale(F a, F n) {
   n = max(set(-250.0f), min(set(250.0f), n));
   const I whole = to_int(n), half = whole >> 1, rest = whole - half;
   return a * (F)((half + 127) << 23) * (F)((rest + 127) << 23);
+#endif
+}
+
+/// a - floor(a).
+static INLINE F fraction(F a) {
+#if ISA_AVX512
+  return (F)_mm512_reduce_ps((__m512)a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  return a - floor(a);
+#endif
+}
+/// a * 2**floor(n), as `scale` does.
+static INLINE F scale_floor(F a, F n) {
+#if ISA_AVX512
+  return (F)_mm512_scalef_ps((__m512)a, (__m512)n);  // which takes the floor itself
+#else
+  return scale(a, floor(n));
 #endif
 }
 

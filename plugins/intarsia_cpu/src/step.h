@@ -69,6 +69,7 @@ struct Step {
   float* hidden;     // (T, E): the residual stream
   uint8_t* queries;  // (T, H D) in the model's dtype
   uint8_t* mixed;    // (T, H D) likewise: what attention gives
+  const std::vector<attention::Rows>& rows;  // of each cache group
   SpinBarrier& barrier;
   std::atomic<int64_t>* turns;  // blocks taken, one counter for each half of a layer
 
@@ -129,6 +130,14 @@ static void place(const Step& step, const StepLayer& layer, const StepCache& cac
     write_numbers(step.model, qkv, layer.num_heads * layer.head_dim, step.queries + token * query_bytes);
     if (slot >= 0) write_row(step.model, layer, cache, slot, qkv + layer.num_heads * layer.head_dim);
   }
+}
+
+/// This thread's share of a layer's attention.
+static void attend(const Step& step, int64_t index, int thread, int num_threads) {
+  const StepLayer& layer = step.model.layers[index];
+  const AttentionArgs args =
+      attention_args(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed);
+  attention_part(args, step.rows[layer.group], thread, num_threads);
 }
 
 /// Add to the residual what a block gave, behind its norm and its scale.
@@ -213,8 +222,7 @@ static void layer_by_outputs(const Step& step, int64_t index, const Part& part, 
     meter.mark(phase);
   };
   before_attention(step, layer, step.batch.caches[index], part, sync);
-  attend(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed, part.thread,
-         part.num_threads);
+  attend(step, index, part.thread, part.num_threads);
   sync(ATTENTION);
   after_attention(step, layer, linear_after(step.model, index), part, sync);
 }
@@ -238,7 +246,7 @@ static void layer_by_rows(const Step& step, int64_t index, int64_t size, const W
   meter.mark(PLACE);
   // Behind this barrier nobody counts with the first counter, until the one behind attention has been passed.
   if (thread == 0) step.turns[0].store(0, std::memory_order_relaxed);
-  attend(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed, thread, num_threads);
+  attend(step, index, thread, num_threads);
   step.barrier.wait();
   meter.mark(ATTENTION);
   each_block(step, step.turns[1], size, work,
@@ -335,6 +343,7 @@ static void run(const StepModel& model, const StepBatch& batch, int64_t first, i
   const int64_t shared = carver.used();
   Carver measured(nullptr);
   carve_work(measured, model, widths, size ? size : count);
+  const std::vector<attention::Rows> rows = bundles(model, batch, first, last);
   std::optional<SpinBarrier> barrier;
   std::atomic<int64_t> turns[2] = {{0}, {0}};
 #pragma omp parallel num_threads(num_threads)
@@ -342,7 +351,7 @@ static void run(const StepModel& model, const StepBatch& batch, int64_t first, i
 #pragma omp single
     barrier.emplace(omp_get_num_threads());  // which can be fewer than were asked for
     const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-    const Step step{model, batch, hidden, queries, mixed, *barrier, turns};
+    const Step step{model, batch, hidden, queries, mixed, rows, *barrier, turns};
     Carver mine(memory + shared + (size ? thread * measured.used() : 0));
     const Work work = carve_work(mine, model, widths, size ? size : count);
     const Part all{0, count, work, thread, team};

@@ -33,9 +33,9 @@ static void norm_into(const StepModel& model, const StepNorm& norm, const Linear
   linear::prepare_row(linear, inputs, index, normed.data());
 }
 
-/// This thread's share of a layer's attention.
-static void attend(const StepModel& model, const StepLayer& layer, const StepBatch& batch, const StepCache& cache,
-                   const uint8_t* queries, uint8_t* mixed, int thread, int num_threads) {
+/// What attention is told of a layer.
+static AttentionArgs attention_args(const StepModel& model, const StepLayer& layer, const StepBatch& batch,
+                                    const StepCache& cache, const uint8_t* queries, uint8_t* mixed) {
   AttentionArgs args{};
   args.queries = queries;
   args.out = mixed;
@@ -65,7 +65,19 @@ static void attend(const StepModel& model, const StepLayer& layer, const StepBat
   args.entry = static_cast<int32_t>(model.cache_entry);
   args.scale = static_cast<float>(layer.scale);
   args.soft_cap = static_cast<float>(layer.soft_cap);
-  attention_part(args, thread, num_threads);
+  return args;
+}
+
+/// The rows of a step as attention takes them, for each cache group that the layers use.
+static std::vector<attention::Rows> bundles(const StepModel& model, const StepBatch& batch, int64_t first, int64_t last) {
+  std::vector<attention::Rows> rows;
+  for (int64_t index = first; index < last; index++) {
+    const StepLayer& layer = model.layers[index];
+    if (layer.group >= static_cast<int64_t>(rows.size())) rows.resize(layer.group + 1);
+    if (!rows[layer.group].bundles.empty()) continue;
+    rows[layer.group] = attention::bundle(attention_args(model, layer, batch, batch.caches[index], nullptr, nullptr));
+  }
+  return rows;
 }
 
 }  // namespace step

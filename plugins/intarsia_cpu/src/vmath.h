@@ -29,7 +29,7 @@ static INLINE F exp(F x) {
 template <bool ROUGH>
 static INLINE F exp2_below(F x) {
   x = isa::max(set(-127.0f), x);  // of the smallest the result is subnormal, or 0
-  const F n = isa::floor(x), r = x - n;
+  const F r = isa::fraction(x);
   F p;
   if (ROUGH) {
     p = set(7.80245215e-2f);
@@ -45,7 +45,7 @@ static INLINE F exp2_below(F x) {
     p = isa::fma(p, r, set(6.93147004e-1f));
     p = isa::fma(p, r, set(1.0f));
   }
-  return isa::scale(p, n);
+  return isa::scale_floor(p, x);
 }
 static INLINE F sigmoid(F x) {
   return set(1.0f) / (set(1.0f) + exp(-x));
