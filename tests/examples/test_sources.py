@@ -220,7 +220,8 @@ def test_the_commands_of_its_readme_are_known(key, capsys):
 def test_the_index_lists_every_example_and_its_links_lead_somewhere():
     index = (ROOT / "examples/README.md").read_text()
     for path in (ROOT / "examples").iterdir():
-        assert path.name == "README.md" or path.name.startswith(".") or f"]({path.name})" in index
+        hidden = path.name == "README.md" or path.name.startswith((".", "__"))
+        assert hidden or f"]({path.name})" in index
     pages = [ROOT / "examples/README.md", *(folder / "README.md" for folder in PACKAGES.values())]
     for page in pages:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
