@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from intarsia.testing.drafter_watch import WatchedDrafter, watching
-from intarsia.testing.engines import said, scratch, tiny_config
+from intarsia.testing.engines import configured, said, scratch, tiny_config
 from intarsia.testing.tiny import save_tiny_model
 from intarsia.types import Provider, SamplingParams
 
@@ -77,7 +78,7 @@ class DrafterCase:
         from intarsia.engine import Engine
 
         config = tiny_config(model, **sections) | {"drafter": {"use": "watched", **self.options}}
-        with Engine.from_config(config, plugins=[watching(self.provider())]) as engine:
+        with configured(partial(Engine.from_config, config, plugins=[watching(self.provider())])) as engine:
             yield engine
 
     def check(

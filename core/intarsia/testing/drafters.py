@@ -86,6 +86,8 @@ class DrafterContract(DrafterCase):
         with scratch() as folder:
             model = self.model(folder)
             alone = self._proposals(model, before=(), beside=())
+            if self._proposals(model, before=(), beside=()) != alone:
+                unclaimed("guesses differ from run to run: say repeats = False, or options that make them the same")
             for others in ({"before": PROMPTS[:2], "beside": ()}, {"before": (), "beside": PROMPTS[:2]}):
                 found = self._proposals(model, **others)
                 assert found == alone, (

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from intarsia.errors import ConfigError
 from intarsia.hookspecs import hookimpl, kind_of
 from intarsia.plugins import Registry
 from intarsia.types import Provider, Request, SamplingParams
@@ -15,7 +16,7 @@ from intarsia.types import Provider, Request, SamplingParams
 if TYPE_CHECKING:
     from intarsia.engine import Engine
 
-__all__ = ["ask", "offering", "said", "scratch", "tiny_config", "token_bytes", "unharmed"]
+__all__ = ["ask", "configured", "offering", "said", "scratch", "tiny_config", "token_bytes", "unharmed"]
 
 T = TypeVar("T")
 
@@ -72,6 +73,18 @@ def said(choice: Any) -> tuple[Any, ...]:
     assert choice.error is None, choice.error
     logprobs = [round(entry.logprob, 3) for entry in choice.logprobs or ()]
     return tuple(choice.token_ids), choice.finish_reason, logprobs
+
+
+def configured(call: Callable[..., T], *args: Any) -> T:
+    """Return what a call returns; options that a part needs, and that nobody gave, the contract is to be told.
+
+    Raises:
+        NotImplementedError: says which.
+    """
+    try:
+        return call(*args)
+    except ConfigError as error:
+        raise NotImplementedError(f"say in `options` what the part needs: {error}") from error
 
 
 def unharmed(doing: str, call: Callable[..., T], *args: Any) -> T:

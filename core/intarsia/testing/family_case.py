@@ -104,6 +104,11 @@ class FamilyCase:
     def model(self) -> tuple[DecoderSpec, WeightMap, frozenset[str]]:
         """Return what the family makes of the whole config and of a checkpoint with the tensors that it asks for."""
         config = self.config()
+        found = self.read(config)
+        if isinstance(found, CheckpointError) and type(self).config is FamilyCase.config:
+            raise NotImplementedError(
+                f"return from `config` the config of a tiny model of this family: it refuses a llama's, {found}"
+            )
         _, weight_map = unharmed("spec and weight_map", self._read, config, None)
         names = frozenset(name for source in weight_map.tensors.values() for name in source.names)
         spec, again = unharmed("spec and weight_map", self._read, config, names)

@@ -14,7 +14,7 @@ from attrs import field, frozen
 from intarsia.errors import CheckpointError
 from intarsia.protocols import LoaderContext
 from intarsia.testing.claims import settle
-from intarsia.testing.engines import scratch, unharmed
+from intarsia.testing.engines import configured, scratch, unharmed
 from intarsia.testing.tiny import save_tiny_model
 from intarsia.types import Checkpoint, EngineOptions, Fit, Provider, StoredTensor, Unfit
 
@@ -92,7 +92,7 @@ class LoaderCase:
 
     def context(self, path: Path) -> LoaderContext:
         """Return what the loader is built from."""
-        options = settle(self.provider(), "loader", dict(self.options))
+        options = configured(settle, self.provider(), "loader", dict(self.options))
         return LoaderContext(path=path, options=options, engine=EngineOptions(device="cpu", dtype="float32", threads=1))
 
     def fit(self, path: Path) -> Fit | Unfit:

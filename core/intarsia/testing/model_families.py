@@ -118,6 +118,7 @@ class FamilyContract(FamilyCase):
 
     def test_any_value_gives_a_model_or_an_error_that_names_a_field(self) -> None:
         """Whatever stands in a field, there is a model that can be run, or CheckpointError with the field's name."""
+        self.model()
         config = self.config()
         for name in config:
             for value in STRANGE:
@@ -133,6 +134,7 @@ class FamilyContract(FamilyCase):
 
     def test_missing_fields_have_a_default_or_are_named(self) -> None:
         """Without a field there is a model, or CheckpointError that names the field, or one that needs it."""
+        self.model()
         config = self.config()
         for name in config:
             found = self.read({key: value for key, value in config.items() if key != name})
@@ -159,6 +161,7 @@ class FamilyContract(FamilyCase):
 
     def test_other_models_of_its_name_are_refused(self) -> None:
         """Another head than a language model's, and weights in few bits, are refused by the field that says so."""
+        self.model()
         config = self.config()
         for classes in _HEADS:
             self._refused(config | {"architectures": classes}, "architectures", classes)

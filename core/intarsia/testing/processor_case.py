@@ -17,7 +17,7 @@ from intarsia.errors import InvalidRequestError
 from intarsia.protocols import LogitsProcessor, PartContext, SequenceProcessor
 from intarsia.testing.caches import tiny_spec
 from intarsia.testing.claims import settle
-from intarsia.testing.engines import unharmed
+from intarsia.testing.engines import configured, unharmed
 from intarsia.testing.tiny_tokenizer import END_ID, NUM_TOKENS, byte_tokenizer
 from intarsia.types import EngineOptions, Fit, Provider, SamplingParams
 
@@ -71,7 +71,7 @@ class ProcessorCase:
 
         provider = self.provider()
         context = PartContext(
-            options=settle(provider, "logits_processors", dict(self.options)),
+            options=configured(settle, provider, "logits_processors", dict(self.options)),
             engine=EngineOptions(max_model_len=128, device="cpu", dtype="float32", threads=1),
             spec=evolve(tiny_spec(), vocab_size=NUM_LOGITS),
             num_ids=NUM_TOKENS,
