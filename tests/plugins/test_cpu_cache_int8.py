@@ -9,10 +9,8 @@ import random
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from attending import Sequence, as_int8, attend, attention_spec, check
+from attending import AttentionRow, as_int8, attend, attention_spec, check
 from engines import count_preemptions, engine_of
 from families import CASES, saved
 from intarsia import SamplingParams
@@ -53,7 +51,7 @@ def ops(path, compiled):  # noqa: F811
 
 
 def rows(spec, dtype, shapes=ROWS):
-    return [Sequence.random(spec, *row, seed, dtype) for seed, row in enumerate(shapes)]
+    return [AttentionRow.random(spec, *row, seed, dtype) for seed, row in enumerate(shapes)]
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -113,79 +111,18 @@ def test_a_tokens_entries_are_the_same_alone_and_in_any_batch_and_threads(ops, t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [1, 20, 33, 64, 80, 256])
-def test_every_row_equals_float64_over_what_the_entries_stand_for(part, dtype, head_dim):
-    """Unused slots have scales of NaN."""
-    assert "int8" in part.formats
-    for heads in ((6, 2), (70, 1)):
-        spec = attention_spec(*heads, head_dim)
-        sequences = rows(spec, dtype, ROWS if heads[0] < 10 else ROWS[-4:])
-        outs = attend(part, spec, sequences, order="PKSD", scatter=head_dim, cache_dtype=torch.int8)
-        check(outs, list(map(as_int8, sequences)), spec)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("order", ["PSKD", "PKSD"])
-@pytest.mark.parametrize("page_size", [1, 16, 100])
-@pytest.mark.parametrize("facts", [{}, {"window": 5}, {"window": 130}, {"soft_cap": 5.0}])
-def test_pages_windows_and_caps_are_as_over_floats(part, dtype, order, page_size, facts):
-    spec = attention_spec(6, 2, 20, **facts)
-    sequences = rows(spec, dtype)
-    outs = attend(part, spec, sequences, order=order, page_size=page_size, scatter=1, cache_dtype=torch.int8)
-    check(outs, list(map(as_int8, sequences)), spec)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.sampled_from(PATHS),
-    st.sampled_from(DTYPES),
-    st.tuples(st.integers(1, 3), st.integers(1, 9)),
-    st.integers(1, 256),
-    st.lists(st.tuples(st.integers(0, 200), st.integers(1, 80)), min_size=1, max_size=3),
-    st.one_of(st.none(), st.integers(1, 150)),
-    st.sampled_from(["PSKD", "PKSD"]),
-    st.integers(1, 70),
-    st.one_of(st.none(), st.integers(0, 9)),
-    st.integers(1, 5),
-)
-def test_any_batch_equals_float64(
-    compiled,  # noqa: F811
-    path,
-    dtype,
-    heads,
-    head_dim,
-    shapes,
-    window,
-    order,
-    page_size,
-    scatter,
-    threads,
-):
-    part = CpuAttention(library=compiled("attention", path))
-    spec = attention_spec(heads[0] * heads[1], heads[0], head_dim, window=window)
-    sequences = rows(spec, dtype, shapes)
-    facts = {"order": order, "page_size": page_size, "scatter": scatter, "num_threads": threads}
-    outs = attend(part, spec, sequences, cache_dtype=torch.int8, **facts)
-    check(outs, list(map(as_int8, sequences)), spec)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "head_dim", "facts"),
     [((6, 2), 64, {}), ((5, 1), 33, {"window": 133}), ((4, 4), 20, {"soft_cap": 5.0})],
 )
 def test_the_bits_are_the_same_in_any_chunks_batch_pages_order_and_threads(part, dtype, heads, head_dim, facts):
     spec = attention_spec(*heads, head_dim, **facts)
-    whole = Sequence.random(spec, 0, 300, 7, dtype)
+    whole = AttentionRow.random(spec, 0, 300, 7, dtype)
     (bits,) = attend(part, spec, [whole], cache_dtype=torch.int8)
     neighbours = rows(spec, dtype, [(100, 1), (0, 9)])
     rng = random.Random(head_dim)
     for trial, chunk in enumerate((1, 7, 37, 63, 64, 65, 299)):
-        pieces = [
-            Sequence(start, stop - start, whole.queries[start:stop], whole.keys[:stop], whole.values[:stop])
-            for start in range(0, 300, chunk)
-            for stop in [min(start + chunk, 300)]
-        ]
+        pieces = whole.chunks(chunk)
         some = pieces if chunk > 7 else rng.sample(pieces, 8)
         where = {"page_size": rng.choice([1, 3, 16]), "order": ["PKSD", "PSKD"][trial % 2], "scatter": trial}
         batch = [neighbours[0], *some, neighbours[1]]
