@@ -3,7 +3,7 @@
 `scripted` is a plugin whose runner says given ids in turn: text, stops, streams and speculation become exact.
 `prompt_logits` reads the logits of a prompt's every position.
 
-Contracts, as tests to inherit, one module a kind of part: `drafters`, `schedulers`, `allocators`. They run with what
+Contracts, as tests to inherit, one module a kind of part: `suites` lists them. They run with what
 `pip install "intarsia[testing]"` brings.
 """
 
