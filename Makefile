@@ -7,8 +7,10 @@ BUNDLE ?= dist/gpu-bundle
 BUNDLE_PYTHON ?= 3.12
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The site: what leads nowhere, or is in no list, is a warning and fails.
+SITE := $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/docs
 
-.PHONY: demo test test-slow lint format docs gpu-kernels gpu-bundle gpu-check peers setup clean
+.PHONY: demo test test-slow lint format pages docs gpu-kernels gpu-bundle gpu-check peers setup clean
 
 demo: setup  ## stream SmolLM2's answer to a question, then figures and the parts that ran
 	$(BIN)/intarsia generate -m smollm2 --chat --temperature 0 --max-tokens 64 --report "What is the capital of France?"
@@ -19,7 +21,7 @@ test: setup  ## the suite, without what takes long
 test-slow: setup  ## what takes long
 	$(BIN)/pytest -q -m "slow and not gpu"
 
-lint: setup  ## ruff, mypy strict, import rules, generated pages up to date
+lint: setup  ## ruff, mypy strict, import rules, generated pages up to date, the site without a warning
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -28,12 +30,16 @@ lint: setup  ## ruff, mypy strict, import rules, generated pages up to date
 	$(BIN)/python docs/contracts_page.py --check
 	$(BIN)/python docs/surface.py --check
 	$(BIN)/python docs/wire_vectors.py --check
+	$(SITE)
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup  ## rewrite the generated pages: docs/{hooks,config,contracts}.md, docs/surface.txt, docs/wire-vectors.json
+docs: pages  ## the pages as a site, build/docs/docs/index.html
+	$(SITE)
+
+pages: setup  ## rewrite the generated pages: docs/{hooks,config,contracts}.md, docs/surface.txt, docs/wire-vectors.json
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/contracts_page.py
 	$(BIN)/python docs/surface.py
