@@ -11,5 +11,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 class TestCpu(KernelsContract):
+    float_steps = 0
+
     def provider(self):
         return provide_kernels()[0]

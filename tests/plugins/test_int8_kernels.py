@@ -21,9 +21,6 @@ from models import tiny_llama
 class TestInt8(KernelsContract):
     """Q01 on the side of activations stands below."""
 
-    #: Rows become whole numbers of 15 bits, whatever a format asks for.
-    float_steps = 32639
-
     def provider(self):
         return provide_kernels()[0]
 

@@ -41,10 +41,11 @@ class KernelCase:
         dtypes: of the engines that it is built for; those that it does not fit are left out.
         device: where the kernels run.
         invariance: that such an engine demands.
-        float_steps: into how many steps to each side of 0 rows are rounded for formats that ask for float activations;
-            0 is not at all.
+        float_steps: into how many steps to each side of 0 rows may be rounded where a format asks for activations in
+            floats: by default whole numbers of 15 bits, which are finer than float16; 0 is not at all.
         sizes: (rows, out features, in features) of products.
         widths: of rows for the other ops; the last is of long sums.
+        many_rows: so many that a grid or a loop over rows has a second round.
         examples: random calls that `test_any_call` tries.
         derandomize: whether it tries the same ones each time.
     """
@@ -53,12 +54,13 @@ class KernelCase:
     dtypes: ClassVar[Sequence[Dtype]] = ("float32", "bfloat16", "float16")
     device: ClassVar[str] = "cpu"
     invariance: ClassVar[Invariance] = "numeric"
-    float_steps: ClassVar[int] = 0
+    float_steps: ClassVar[int] = 32639
     sizes: ClassVar[Sequence[tuple[int, int, int]]] = (
         *((1, 1, 1), (1, 33, 70), (2, 48, 64), (9, 130, 257), (7, 64, 576), (33, 20, 100)),
         *((1, 7, 4100), (130, 96, 31), (1030, 3, 9)),
     )
     widths: ClassVar[Sequence[int]] = (1, 3, 16, 33, 64, 100, 576, 1537, 8200)
+    many_rows: ClassVar[int] = 1030
     examples: ClassVar[int] = 40
     derandomize: ClassVar[bool] = False
 
@@ -219,8 +221,7 @@ def spread(call: Call) -> Call:
     others: dict[int, Any] = {}
     for place in call.rows:
         narrow = call.arguments[place]
-        if narrow.dim() == 1:
-            others[place] = narrow.repeat_interleave(3)[::3]
+        if narrow.dim() == 1:  # ids, slots and the like lie end to end
             continue
         wide = torch.full((len(narrow) + 3, *narrow.shape[1:-1], narrow.shape[-1] + 7), torch.nan, dtype=narrow.dtype)
         others[place] = wide[2:-1, ..., 3:-4]

@@ -148,7 +148,7 @@ class KernelsContract(EngineClaims):
             for seed, width in enumerate(self.widths):
                 self._check(self.calls(kernel, dtype, rows=(1, 3, 8)[seed % 3], width=width, seed=seed))
             for seed in (1, 2):
-                self._check(self.calls(kernel, dtype, rows=1030, width=34, seed=seed))
+                self._check(self.calls(kernel, dtype, rows=self.many_rows, width=34, seed=seed))
 
     def _check(self, calls: Iterator[Call]) -> None:
         for call in calls:
