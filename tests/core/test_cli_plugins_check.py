@@ -209,6 +209,15 @@ def test_parts_and_claims_can_be_named(install, check):
 
 
 @pytest.mark.slow
+def test_a_claim_that_is_asked_for_and_not_made_is_no_failure(install, check):
+    skipping = OWN.replace("BODY", "pytest.skip('not made')")
+    install(contracts=skipping, commands__fake_one="fake_contracts:Contract")
+    code, out, _ = check("fake", "--claim", "test_of_its_own")
+    assert code == 0
+    assert "skipped  test_of_its_own: not made" in out
+
+
+@pytest.mark.slow
 def test_a_key_of_another_name_than_the_command_is_found(install, check):
     install(COMMANDS.replace('("fake_one",)', '("fake_one", "fake_two")'))
     code, out, _ = check("fake", "--part", "commands.fake_two", "-q")

@@ -116,7 +116,7 @@ def _reports(
     whole: bool,
 ) -> list[PartReport]:
     """Check the plugin, unless parts are named, and run the contracts of the chosen parts."""
-    reports = {part: PartReport(part) for part in chosen}
+    reports = {part: PartReport(part, is_partial=bool(claims)) for part in chosen}
     if whole:
         facts = PartReport(WHOLE, results=list(check_facts(plugin, list(offers.values()), claims)))
         reports = {WHOLE: facts, **reports} if facts.results else reports

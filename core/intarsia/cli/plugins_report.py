@@ -28,6 +28,7 @@ class PartReport:
         error: why its contract could not be run, or None.
         known: names of the claims that it has.
         results: of each test of its claims.
+        is_partial: whether some claims alone were asked for, which the part need not make.
     """
 
     part: str
@@ -35,6 +36,7 @@ class PartReport:
     error: str | None = None
     known: tuple[str, ...] = ()
     results: list[ClaimResult] = field(factory=list)
+    is_partial: bool = False
 
     def claims(self) -> list[ClaimResult]:
         """Return one result a claim: the worst of its tests'."""
@@ -55,7 +57,8 @@ class PartReport:
     def fails(self) -> bool:
         """Whether a claim is broken, or nothing was found out."""
         counts = self.counts()
-        return self.error is not None or counts["broken"] > 0 or counts["kept"] == 0
+        found = counts["kept"] + (counts["skipped"] if self.is_partial else 0)
+        return self.error is not None or counts["broken"] > 0 or found == 0
 
 
 def as_text(plugin: Plugin, reports: Sequence[PartReport], *, quiet: bool, verbose: bool) -> str:
