@@ -7,6 +7,8 @@ BUNDLE ?= dist/gpu-bundle
 BUNDLE_PYTHON ?= 3.12
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two files of tests at a time: most tests keep one core busy.
+SPREAD := -n 2 --dist loadfile
 # The site: what leads nowhere, or is in no list, is a warning and fails.
 SITE := $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/docs
 
@@ -16,7 +18,7 @@ demo: setup  ## stream SmolLM2's answer to a question, then figures and the part
 	$(BIN)/intarsia generate -m smollm2 --chat --temperature 0 --max-tokens 64 --report "What is the capital of France?"
 
 test: setup  ## the suite, without what takes long
-	$(BIN)/pytest -q -m "not slow and not gpu"
+	$(BIN)/pytest -q -m "not slow and not gpu" $(SPREAD)
 
 test-slow: setup  ## what takes long
 	$(BIN)/pytest -q -m "slow and not gpu"
