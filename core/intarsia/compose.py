@@ -67,6 +67,7 @@ from intarsia.protocols import (
 )
 from intarsia.recommended import recommended
 from intarsia.references import find_model
+from intarsia.saying import said
 from intarsia.selection import Chosen, Selector, UnfitError, blamed, titled
 from intarsia.stage import build_stage
 from intarsia.structuring import shown
@@ -112,7 +113,7 @@ def ask_plugins(config: EngineConfig, parts: Parts, registry: Registry) -> None:
         except IntarsiaError:
             raise
         except Exception as error:
-            raise PluginError(f"{plugin}: check_composition failed: {type(error).__name__}: {error}") from error
+            raise PluginError(f"{plugin}: check_composition failed: {said(error)}") from error
 
 
 @frozen

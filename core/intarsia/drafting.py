@@ -19,6 +19,7 @@ from attrs import define, evolve, field
 from intarsia.errors import IntarsiaError, PluginError
 from intarsia.protocols import Drafter, DraftRequest, StepCost, Target, Verified
 from intarsia.sampling.rejection import trusted
+from intarsia.saying import said
 from intarsia.times import Times
 from intarsia.types import Draft, Entered, Row, RowResult, SequenceId
 
@@ -55,7 +56,7 @@ class Drafting:
         except IntarsiaError:
             raise
         except Exception as error:
-            raise PluginError(f"{self.title} failed in start: {type(error).__name__}: {error}") from error
+            raise PluginError(f"{self.title} failed in start: {said(error)}") from error
 
     def stop(self) -> None:
         """Let the drafter free what it took."""
@@ -171,7 +172,7 @@ class Drafting:
             with self.times.at(self.name):
                 yield
         except Exception as error:
-            self._error = f"{self.title} failed in {doing}: {type(error).__name__}: {error}"
+            self._error = f"{self.title} failed in {doing}: {said(error)}"
             if not self._logged:
                 _log.exception("%s; steps go on without its guesses, and this is logged once", self._error)
                 self._logged = True

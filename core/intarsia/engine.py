@@ -35,6 +35,7 @@ from intarsia.owners import Naming, engine_parts
 from intarsia.plugins import Registry
 from intarsia.preparing import Arrival, Preparation, Preparing
 from intarsia.protocols import Parts, Progress
+from intarsia.saying import text_of
 from intarsia.sequence import Sequence
 from intarsia.streams import Stream
 from intarsia.swaps import Swaps
@@ -214,7 +215,13 @@ class Engine:
         return request.request_id
 
     def step(self) -> list[Output]:
-        """Run one step and return what it brought; empty where there is nothing to do."""
+        """Run one step and return what it brought; empty where there is nothing to do.
+
+        Raises:
+            InvalidRequestError: an observer calls it: it would get what others wait for.
+        """
+        if self._observers.telling in ("step_finished", "request_finished"):
+            raise InvalidRequestError("step: an observer cannot take the outputs of a step; `generate` brings its own")
         if not self._outbox.has_unclaimed:
             self._step()
         elif not self._loop.sequences:
@@ -263,12 +270,12 @@ class Engine:
                 if self._loop.sequences:
                     raise
                 # An empty queue has no room for it, so none ever will have.
-                raise InvalidRequestError(str(error)) from error
+                raise InvalidRequestError(text_of(error)) from error
 
         failed = self._preparing.take(enter)
         for arrival, error in failed:
             for sequence in arrival.sequences:
-                self._outbox.put(sequence.finish("error", time.perf_counter(), error=str(error)))
+                self._outbox.put(sequence.finish("error", time.perf_counter(), error=text_of(error)))
         return bool(failed)
 
     def _step(self, *awaited: Preparation) -> None:
@@ -318,7 +325,7 @@ class Engine:
         """
         parts, loop = self.parts, self._loop
         with loop.seams.ask(parts, "scheduler", "num_waiting or num_running"):
-            queues = {"waiting": parts.scheduler.num_waiting, "running": parts.scheduler.num_running}
+            queues = {"waiting": parts.scheduler.num_waiting + len(loop.parked), "running": parts.scheduler.num_running}
         with loop.seams.ask(parts, "cache", "stats"):
             books = {"cache": attrs.asdict(parts.cache.stats()), "preemption": loop.preemption.stats()}
         figures = {

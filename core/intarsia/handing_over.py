@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from intarsia.errors import IntarsiaError, OverloadedError, PluginError
 from intarsia.protocols import HandsOver, Parts, Scheduler, SequenceView
+from intarsia.saying import is_fault, said, text_of
 from intarsia.types import SequenceId
 
 __all__ = ["hand_over", "refused", "take_all"]
@@ -54,13 +55,15 @@ def refused(parts: Parts, slot: str, before: str) -> Iterator[None]:
     """Name the new part that fails while it takes over, and say that the one before goes on."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         what = f"{slot}: the part that was to replace {before!r}"
         chosen = next((one for one in parts.selections if one.slot == slot), None)
         if chosen is not None:
             owner = f"plugin {chosen.plugin!r} ({chosen.distribution} {chosen.version})"
             what = f"{owner}: {slot} {chosen.provider.key!r}"
-        text = str(error) if isinstance(error, IntarsiaError) else f"{type(error).__name__}: {error}"
+        text = text_of(error) if isinstance(error, IntarsiaError) else said(error)
         message = f"{what} did not take over, and {before!r} goes on: {text}"
         if isinstance(error, OverloadedError):
             raise OverloadedError(message, retry_after_s=error.retry_after_s) from error

@@ -17,6 +17,7 @@ from intarsia import hookspecs
 from intarsia.deprecations import Use, deprecated, renamed
 from intarsia.errors import PluginError, did_you_mean
 from intarsia.hookspecs import KINDS, PROJECT, Kind
+from intarsia.saying import is_fault, said
 from intarsia.structuring import check_options, shown
 from intarsia.types import AUTO, NONE, CacheOptions, ModelChoice, Provider
 
@@ -158,8 +159,10 @@ def providers_of(manager: pluggy.PluginManager, kind: Kind, plugin: Plugin) -> I
             providers = list(result)
         except PluginError:
             raise
-        except (Exception, SystemExit) as error:
-            raise PluginError(f"{plugin}: {kind.hook} failed: {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            raise PluginError(f"{plugin}: {kind.hook} failed: {said(error)}") from error
         for provider in providers:
             if not isinstance(provider, Provider):
                 raise PluginError(f"{plugin}: {kind.hook} returned {shown(provider)} among its providers")

@@ -14,7 +14,7 @@ from collections.abc import Sequence as SequenceABC
 
 from attrs import define, field
 
-from intarsia.errors import ExecutionError
+from intarsia.errors import ExecutionError, OverloadedError
 from intarsia.flight import Flight, Step, is_empty
 from intarsia.lookahead import Lookahead, look_ahead
 from intarsia.observers import Observers
@@ -41,6 +41,7 @@ class StepLoop:
         counts: steps and tokens so far.
         speculation, preemption: figures.
         known: sequences that the executor knows.
+        parked: those that a scheduler had no room for as it took all back; they enter once it has.
         planned: a step that a scheduler planned as it took over, not submitted yet.
         closed: why nothing more runs; None while it does.
     """
@@ -56,6 +57,7 @@ class StepLoop:
     speculation: Speculation = field(factory=Speculation, init=False)
     preemption: Preemption = field(init=False)
     known: set[SequenceId] = field(factory=set, init=False)
+    parked: list[Sequence] = field(factory=list, init=False)
     planned: Step | None = field(default=None, init=False)
     closed: str | None = field(default=None, init=False)
     _lookahead: Lookahead = field(init=False)
@@ -90,11 +92,14 @@ class StepLoop:
         return request_id in self._groups
 
     def in_turn(self) -> list[Sequence]:
-        """Return those that ran before the others, each in the order of its arrival."""
-        return sorted(self.sequences.values(), key=lambda sequence: sequence.started is None)
+        """Return the scheduler's: those that ran before the others, each in the order of its arrival."""
+        mine = [sequence for sequence in self.sequences.values() if sequence not in self.parked]
+        return sorted(mine, key=lambda sequence: sequence.started is None)
 
     def enter(self, group: SequenceABC[Sequence]) -> None:
         """Hand a request's sequences to the scheduler: all of them, or none."""
+        if self.parked:
+            raise OverloadedError(f"{len(self.parked)} sequences wait for room in the scheduler", retry_after_s=1.0)
         try:
             for sequence in group:
                 with self.seams.ask(self.parts, "scheduler", "add", sequence.request.request_id):
@@ -112,6 +117,7 @@ class StepLoop:
         if self.closed is None:
             with self.answerable("scheduler", "remove", sequence.request.request_id):
                 self.parts.scheduler.remove(sequence.sequence_id)
+        self.parked = [other for other in self.parked if other is not sequence]
         if self.sequences.pop(sequence.sequence_id, None) is not None:
             group = self._groups[sequence.request.request_id]
             group.remove(sequence)
@@ -135,6 +141,7 @@ class StepLoop:
         """Plan a step and submit it; return whether it has rows."""
         step, self.planned = self.planned, None
         if step is None:
+            self._add_parked()
             with self.answerable("scheduler", "plan"):
                 step = self.begin(self.parts.scheduler.plan(), time.perf_counter())
         plan = step.plan
@@ -147,9 +154,9 @@ class StepLoop:
 
     def _land(self) -> None:
         """Collect the oldest step in flight; let its sequences take what it brought, those that are still there."""
-        step = self._flight.take()
         with self.answerable("executor", "a step"):
             result = self.parts.executor.collect()
+        step = self._flight.take()  # not before: an interrupted `collect` leaves the step where it is
         self.seams.take(self.parts, result)
         if not step.plan.rows:
             return
@@ -161,10 +168,11 @@ class StepLoop:
         with self.answerable("cache", "price"):
             self.preemption.observe(step.plan, result)
         seconds = self._flight.seconds(step)
+        # Kept before anybody is told: an observer that cancels, or runs another request, puts its outputs behind these.
+        self._outbox.keep(outputs)
         if self._observers.watches("step_finished"):
             self._observers.tell("step_finished", result=result, outputs=tuple(outputs), seconds=seconds)
-        for output in outputs:
-            self._outbox.put(output)
+        self._outbox.tell(outputs)
 
     def begin(self, plan: BatchPlan, begun: float) -> Step:
         """Take note of a plan that is about to run."""
@@ -234,6 +242,22 @@ class StepLoop:
         self._lookahead = look_ahead(parts)
         self._stalled = 0
 
+    def take_back(self) -> None:
+        """Give all sequences to a scheduler that has none; those that it has no room for enter later."""
+        self.parked = [*self.in_turn(), *self.parked]
+        self._add_parked()
+
+    def _add_parked(self) -> None:
+        """Add as many of those that wait outside as the scheduler has room for."""
+        while self.parked:
+            sequence = self.parked[0]
+            with self.answerable("scheduler", "add", sequence.request.request_id):
+                try:
+                    self.parts.scheduler.add(sequence)
+                except OverloadedError:
+                    return
+            del self.parked[0]
+
     def give_back(self, kept: Collection[SequenceId]) -> None:
         """Take the pages of all other sequences, and tell the executor of those that it knows no more."""
         lost = [name for name, sequence in self.sequences.items() if name not in kept and sequence.num_computed]
@@ -276,4 +300,5 @@ class StepLoop:
         self.closed, self.planned = why, None
         self._flight.clear()
         self.sequences.clear()
+        self.parked.clear()
         self._groups.clear()

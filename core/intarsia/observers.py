@@ -15,6 +15,7 @@ from attrs import Factory, define, field
 from intarsia.deprecations import old_arguments
 from intarsia.hookspecs import OBSERVERS
 from intarsia.plugins import Plugin, Registry
+from intarsia.saying import is_fault, said
 from intarsia.times import Times
 
 _log = logging.getLogger(__name__)
@@ -28,10 +29,12 @@ class Observers:
 
     Attributes:
         times: seconds and calls, of each as `observer.<plugin>`.
+        telling: the hook whose observers are at work; None while none is.
     """
 
     _registry: Registry
     times: Times = Factory(Times)
+    telling: str | None = field(default=None, init=False)
     #: hook and plugin -> what it failed with
     _failed: dict[tuple[str, str], str] = field(factory=dict, init=False)
     _slow: set[tuple[str, str]] = field(factory=set, init=False)
@@ -42,9 +45,13 @@ class Observers:
 
     def tell(self, hook: str, **facts: Any) -> None:
         """Call each plugin's implementation with the arguments that it takes."""
-        for implementation in getattr(self._registry.hook, hook).get_hookimpls():
-            if (hook, implementation.plugin_name) not in self._failed:
-                self._tell(hook, implementation, facts)
+        before, self.telling = self.telling, hook
+        try:
+            for implementation in getattr(self._registry.hook, hook).get_hookimpls():
+                if (hook, implementation.plugin_name) not in self._failed:
+                    self._tell(hook, implementation, facts)
+        finally:
+            self.telling = before
 
     def _tell(self, hook: str, implementation: pluggy.HookImpl, facts: dict[str, Any]) -> None:
         key, begun = (hook, implementation.plugin_name), time.perf_counter()
@@ -54,8 +61,10 @@ class Observers:
                     raise TypeError("an observer has nothing to wrap")
                 known = old_arguments(hook, facts)
                 implementation.function(**{name: known[name] for name in implementation.argnames})
-        except (Exception, SystemExit) as error:
-            self._failed[key] = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self._failed[key] = said(error)
             _log.exception("%s failed in %s and is not asked again", self._owner(implementation), hook)
         took = time.perf_counter() - begun
         if took > _SLOW_S and key not in self._slow:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import define, field
 
 from intarsia.observers import Observers
@@ -50,10 +52,21 @@ class Outbox:
 
     def put(self, output: Output) -> None:
         """Take an output, and tell observers of a choice that ends."""
-        if output.finish_reason is not None:
-            self.ended[_ENDS.get(output.finish_reason, "finished")] += 1
-            self._observers.tell("request_finished", output=output)
-        self._claimed.get(output.request_id, self._unclaimed).append(output)
+        self.keep([output])
+        self.tell([output])
+
+    def keep(self, outputs: Iterable[Output]) -> None:
+        """Take outputs, in their order; observers are to be told yet."""
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.ended[_ENDS.get(output.finish_reason, "finished")] += 1
+            self._claimed.get(output.request_id, self._unclaimed).append(output)
+
+    def tell(self, outputs: Iterable[Output]) -> None:
+        """Tell observers of choices that end."""
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._observers.tell("request_finished", output=output)
 
     def take(self) -> list[Output]:
         """Return what nobody claimed, and forget it."""

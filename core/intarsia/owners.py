@@ -6,15 +6,17 @@ one's. Nothing is wrapped for that, so that calls between parts cost nothing; th
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from attrs import frozen
 
 from intarsia.errors import IntarsiaError
 from intarsia.protocols import Parts, Selection
+from intarsia.saying import is_raised, said
 
 #: A part, and the choice that brought it here.
 Owned = tuple[object, Selection]
@@ -30,7 +32,7 @@ class Fault:
     def says(self, error: BaseException, request_id: str | None = None) -> str:
         """Return the message: the part, its plugin, distribution and version, what it was doing and what it raised."""
         request = "" if request_id is None else f" of request {request_id!r}"
-        return f"{self.owner.title} failed in {self.doing}{request}: {type(error).__name__}: {error}"
+        return f"{self.owner.title} failed in {self.doing}{request}: {said(error)}"
 
 
 def find_fault(error: BaseException, owned: Iterable[Owned]) -> Fault | None:
@@ -72,7 +74,7 @@ class Naming:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, (IntarsiaError, *self.passing)):
+        if error is None or not is_raised(error) or isinstance(error, (IntarsiaError, *self.passing)):
             return
         fault = find_fault(error, self.owned())
         if fault is not None:
@@ -95,8 +97,9 @@ class _Known:
         modules: dict[str, Selection | None] = {}
         packages: dict[str, Selection | None] = {}
         for part, selection in owned:
-            part = getattr(part, "func", part)  # of a partial
-            parts[id(getattr(part, "__code__", part))] = selection
+            part = part.func if isinstance(part, functools.partial) else part
+            code = getattr(part, "__code__", None) if callable(part) else None
+            parts[id(code if isinstance(code, CodeType) else part)] = selection
             module = str(getattr(part, "__module__", ""))
             for names, name in ((modules, module), (packages, module.partition(".")[0])):
                 names[name] = selection if names.get(name, selection) is selection else None

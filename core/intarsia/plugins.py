@@ -19,6 +19,7 @@ from intarsia.deprecations import Use, note
 from intarsia.errors import ConfigError, PluginError, did_you_mean
 from intarsia.hookspecs import KINDS, PROJECT, Kind
 from intarsia.implementations import Plugin, check_api, check_provider, providers_of, register
+from intarsia.saying import is_fault, said
 from intarsia.structuring import shown
 from intarsia.types import PluginsOptions, Provider
 
@@ -236,9 +237,11 @@ def _load(rivals: Sequence[EntryPoint], options: PluginsOptions) -> Plugin:
     distribution, version = _distribution(entry)
     try:
         module = entry.load()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         raise PluginError(
-            f"plugin {entry.name!r} ({distribution} {version}) fails to import: {type(error).__name__}: {error}; "
+            f"plugin {entry.name!r} ({distribution} {version}) fails to import: {said(error)}; "
             f"{_without(entry.name, options)}"
         ) from error
     return Plugin(entry.name, distribution, version, module)

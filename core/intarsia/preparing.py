@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 
 from intarsia.errors import InvalidRequestError, OverloadedError, did_you_mean
 from intarsia.protocols import LogitsProcessor, Parts, Selection
+from intarsia.saying import said
 from intarsia.sequence import Sequence
 from intarsia.structuring import shown
 from intarsia.types import SamplingParams
@@ -35,7 +36,7 @@ def _blamed(selection: Selection, doing: str) -> Iterator[None]:
     except Exception as error:
         raise InvalidRequestError(
             f"{_FIELD}: {selection.provider.key!r} of plugin {selection.plugin!r} ({selection.distribution} "
-            f"{selection.version}) failed in {doing}: {type(error).__name__}: {error}",
+            f"{selection.version}) failed in {doing}: {said(error)}",
             field=_FIELD,
         ) from error
 
@@ -69,7 +70,7 @@ def _check_done(future: Future[object]) -> None:
         future.result()
         return
     # A panic of a library in Rust, or the exit of a thread: it happened there, and is no reason to end this one.
-    raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    raise RuntimeError(said(error)) from error
 
 
 @frozen

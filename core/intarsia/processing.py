@@ -14,6 +14,7 @@ from attrs import frozen
 from intarsia.errors import PluginError
 from intarsia.owners import owned_by
 from intarsia.protocols import ExecutorContext, LogitsProcessor, Selection, SequenceProcessor
+from intarsia.saying import said
 from intarsia.times import Times
 from intarsia.types import SamplingParams
 
@@ -44,7 +45,7 @@ class _Named(LogitsProcessor):
             with self.times.at(self.selection.name):
                 yield
         except Exception as error:
-            raised = PluginError(f"{self.selection.title} failed in {doing}: {type(error).__name__}: {error}")
+            raised = PluginError(f"{self.selection.title} failed in {doing}: {said(error)}")
             raised.owner = self.selection.title
             raise raised from error
 

@@ -19,6 +19,7 @@ from attrs import define, field
 from intarsia.errors import ExecutionError, IntarsiaError, PluginError
 from intarsia.owners import Fault, engine_parts, find_fault
 from intarsia.protocols import Parts, Selection
+from intarsia.saying import is_raised, text_of
 from intarsia.times import Span, Times
 from intarsia.types import StepResult
 
@@ -90,16 +91,16 @@ class Seam:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._span.__exit__(kind, error, trace)
-        if isinstance(error, Exception):
+        if error is not None and is_raised(error):
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Raise the error that names the part; return where `error` itself says all."""
         fault = self._fault(error)
         message = fault.says(error, self.request_id)
         if isinstance(error, IntarsiaError):
             # What an inner part was blamed with already says more.
-            message = str(error) if error.owner is not None else message
+            message = text_of(error) if error.owner is not None else message
             error.owner = error.owner or fault.owner.title
         if self._close is not None:
             self._close(message)
@@ -108,7 +109,7 @@ class Seam:
             raised.owner = fault.owner.title
             raise raised from error
 
-    def _fault(self, error: Exception) -> Fault:
+    def _fault(self, error: BaseException) -> Fault:
         asked = Fault(self._parts.selection(self._slot), self._doing)
         found = find_fault(error, engine_parts(self._parts))
         return asked if found is None or found.owner is asked.owner else found

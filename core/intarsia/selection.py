@@ -18,6 +18,7 @@ from intarsia.errors import CompositionError, ConfigError, IntarsiaError, Plugin
 from intarsia.hookspecs import KINDS, kind_of
 from intarsia.plugins import Offer, Registry
 from intarsia.protocols import Context, PartContext, Selection
+from intarsia.saying import is_fault, said
 from intarsia.structuring import shown
 from intarsia.types import AUTO, NONE, Choice, Fit, ModelChoice, Provider, Unfit
 
@@ -55,9 +56,11 @@ def blamed(doing: str, *offers: Offer) -> Iterator[None]:
         yield
     except IntarsiaError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         who = " or ".join(map(titled, offers))
-        raise PluginError(f"{who} failed in {doing}: {type(error).__name__}: {error}") from error
+        raise PluginError(f"{who} failed in {doing}: {said(error)}") from error
 
 
 @frozen

@@ -7,6 +7,7 @@ from typing import Any
 from attrs import define
 
 from intarsia.protocols import Parts
+from intarsia.saying import said
 from intarsia.types import BatchPlan, StepResult
 
 
@@ -72,7 +73,7 @@ class Speculation:
         try:
             own = dict(parts.drafter.stats())
         except Exception as error:  # a drafter costs its figures alone
-            own = {"error": f"{type(error).__name__}: {error}"}
+            own = {"error": said(error)}
         return {
             "drafter": parts.selection("drafter").provider.key,
             "verify": parts.engine.verify,

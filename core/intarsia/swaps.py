@@ -8,13 +8,15 @@ from typing import Any
 import attrs
 from attrs import define, field
 
+from intarsia.errors import PluginError
 from intarsia.flight import is_empty
-from intarsia.handing_over import hand_over, refused, take_all
+from intarsia.handing_over import hand_over, refused
 from intarsia.loop import StepLoop
 from intarsia.plugins import Registry
-from intarsia.protocols import Parts, ReplacesDrafter
+from intarsia.protocols import Parts, ReplacesDrafter, Scheduler
 from intarsia.replacing import key_of, replaced
 from intarsia.speculation import Speculation
+from intarsia.structuring import shown
 from intarsia.types import BatchPlan, Choice, EngineConfig
 
 
@@ -59,12 +61,12 @@ class Swaps:
         loop.give_back(kept)
         loop.adopt(parts)
         plan = BatchPlan()
-        try:
-            plan = parts.scheduler.plan()
-            step = loop.begin(plan, time.perf_counter())
-        except Exception:
-            self._go_back(config, before, plan)
-            with refused(parts, "scheduler", key):
+        with refused(parts, "scheduler", key):
+            try:
+                plan = _planned(parts.scheduler)
+                step = loop.begin(plan, time.perf_counter())
+            except BaseException:  # an interrupt too: nothing stays half swapped
+                self._go_back(config, before, plan)
                 raise
         loop.planned = None if is_empty(plan) else step
         return len(kept)
@@ -86,7 +88,14 @@ class Swaps:
         with loop.answerable("scheduler", "taking sequences back"):
             _, again = replaced(config, parts, self._registry, "scheduler", config.scheduler)
             loop.adopt(attrs.evolve(parts, scheduler=again.scheduler, built=again.built))
-            take_all(loop.parts.scheduler, loop.in_turn())
+        loop.take_back()
         loop.give_back(())
         if plan.moves:
             loop.run_aside(BatchPlan(moves=plan.moves))
+
+
+def _planned(scheduler: Scheduler) -> BatchPlan:
+    plan = scheduler.plan()
+    if not isinstance(plan, BatchPlan):
+        raise PluginError(f"{type(scheduler).__name__}.plan returned {shown(plan)}, not a BatchPlan")
+    return plan

@@ -1,8 +1,10 @@
 """Parts replaced while requests run: no request is lost, answers are those without a swap; what fails does nothing."""
 
+import sys
+
 import pytest
 from attrs import define, evolve, field, frozen
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from engines import engine_of
@@ -85,7 +87,11 @@ class Broken(Plain):
         if self.options.at == "bad plan" and plan.rows:
             return evolve(plan, rows=(evolve(plan.rows[0], sequence_id=("nobody", 0)),))
         self._fail("late plan")
-        return plan
+        if self.options.at == "exit":
+            sys.exit(3)
+        if self.options.at == "interrupt":
+            raise KeyboardInterrupt
+        return None if self.options.at == "no plan" else plan
 
 
 @define(eq=False)
@@ -144,6 +150,7 @@ class Plugin:
                 )
                 for key, cls in (("broken", Broken), ("broken_over", BrokenOver))
             ),
+            Provider(key="exits", summary="fails", build=lambda _: sys.exit(3), **requires),
             Provider(key="unbuilt", summary="fails", build=_no_build, **requires),
         ]
 
@@ -301,6 +308,7 @@ def test_no_swap_changes_an_answer_or_loses_one_whenever_it_comes(tiny, oracle, 
     with engine(tiny, cache, depth=depth, num_tokens=128) as made:
 
         @settings(deadline=None, max_examples=10, phases=PHASES, suppress_health_check=list(HealthCheck))
+        @example(({0: requests(7)}, {12: [("scheduler", SCHEDULERS["inflight"])]}))  # for which there are too few pages
         @given(loads())
         def tried(load):
             check(made, oracle, *load)
@@ -531,6 +539,10 @@ FAULTS = {
     "fails to plan": ("scheduler", broken("plan"), PluginError, rf"'broken'.*{GOES_ON}.*MemoryError"),
     "fails as it ends its plan": ("scheduler", broken("late plan"), PluginError, rf"{GOES_ON}.*MemoryError"),
     "plans nonsense": ("scheduler", broken("bad plan"), PluginError, r"KeyError.*nobody"),
+    "plans nothing at all": ("scheduler", broken("no plan"), PluginError, rf"{GOES_ON}.*returned None, not a Batch"),
+    "exits as it plans": ("scheduler", broken("exit"), PluginError, rf"{GOES_ON}.*SystemExit: 3"),
+    "exits as it is built": ("scheduler", Choice("exits"), PluginError, r"'parts' .*'exits' failed in build: SystemEx"),
+    "is interrupted as it plans": ("scheduler", broken("interrupt"), KeyboardInterrupt, None),
     "fails to take over": ("scheduler", broken("take_over", "broken_over"), PluginError, r"MemoryError"),
     "keeps what is nobody's": ("scheduler", broken("keeps too much", "broken_over"), PluginError, r"keeps pages"),
     "drops one": ("scheduler", broken("drops", "broken_over"), PluginError, r"4 sequences, and was given 5"),
@@ -571,6 +583,37 @@ def test_every_other_slot_is_refused_with_the_reason(tiny, slot):
     with engine(tiny) as made, pytest.raises(CompositionError, match=rf"^{slot}: .*cannot be replaced.*: .+") as raised:
         made.swap(slot, Choice("auto"))
     assert raised.value.field == slot and "scheduler, drafter" in str(raised.value)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_queue_that_is_too_short_to_take_all_back_loses_none(tiny, oracle, depth):
+    """More run and wait than the scheduler before lets wait at once: the rest enters as it has room."""
+    options = {"max_tokens": 40, "max_batch": 3, "max_waiting": 3}
+    with engine(tiny, num_tokens=512, depth=depth) as made:
+        made.swap("scheduler", Choice("inflight", options))
+        outputs = []
+        for request in requests()[:3]:
+            made.add(request)
+        for _ in range(3):
+            outputs += made.step()
+        for request in requests()[3:]:
+            made.add(request)
+        outputs += made.step()
+        assert (made.stats()["waiting"], made.stats()["running"]) == (2, 3)
+        for _ in range(2):
+            with pytest.raises(PluginError, match=GOES_ON):
+                made.swap("scheduler", broken("bad plan"))
+            assert (made.stats()["waiting"], made.stats()["running"]) == (5, 0)
+            with pytest.raises(OverloadedError, match="2 sequences wait for room"):
+                made.add(Request(request_id="new", prompt=[1, 2]))
+        made.cancel("r4")
+        while made.has_work:
+            outputs += made.step()
+        expected = run(oracle, {0: requests()}, {})
+        for name in (("r0", 0), ("r1", 0), ("r2", 0), ("r3", 0)):
+            assert answer([o for o in outputs if (o.request_id, o.choice) == name]) == answer(expected[name])
+        assert [o.finish_reason for o in outputs if o.request_id == "r4"][-1] == "abort"
+        assert is_idle(made)
 
 
 def test_a_check_of_the_composition_can_refuse_a_swap(tiny):

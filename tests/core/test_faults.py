@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ import faulty
 from intarsia import Engine, Request, SamplingParams
 from intarsia.cli import run
 from intarsia.errors import ExecutionError, IntarsiaError, InvalidRequestError, OverloadedError, PluginError
+from intarsia.executor import LocalExecutor
 from models import tiny_llama
 
 OF = "of plugin 'broken' (fake-broken 9.8)"
@@ -139,6 +141,59 @@ def test_an_error_of_intarsias_own_passes_as_it_is_with_its_owner(model):
         assert error.owner == f"executor 'broken' {OF}"
         with pytest.raises(ExecutionError, match=r"nothing more: executor 'broken' .*fell off the bus"):
             asked(engine, "b")
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("and not even this")
+
+
+class PanicException(BaseException):
+    """As libraries in Rust have it."""
+
+
+ODD = [
+    (MuteError(), "MuteError: (its __str__ raises RuntimeError)"),
+    (ValueError(), "ValueError"),
+    (StopIteration(), "StopIteration"),
+    (RecursionError("deep"), "RecursionError: deep"),
+    (ExceptionGroup("two", [LookupError("x")]), "ExceptionGroup: two (1 sub-exception)"),
+    (asyncio.CancelledError(), "CancelledError"),
+    (PanicException("in Rust"), "PanicException: in Rust"),
+]
+
+
+@pytest.mark.parametrize(("error", "says"), ODD, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(("slot", "method"), [("scheduler", "plan"), ("runner", "run"), ("cache", "commit")])
+def test_whatever_is_raised_in_a_step_is_named(model, slot, method, error, says):
+    with made(model, slot) as engine:
+        arm(slot, method, error)
+        with pytest.raises(ExecutionError) as caught:
+            asked(engine, "a")
+        assert f"{slot} 'broken' {OF} failed in {method}" in str(caught.value) and str(caught.value).endswith(says)
+        with pytest.raises(ExecutionError, match="nothing more"):
+            asked(engine, "b")
+
+
+def test_an_interrupted_wait_for_a_step_loses_none(model, monkeypatch):
+    collect, calls = LocalExecutor.collect, []
+
+    def interrupted(executor):
+        calls.append(executor)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return collect(executor)
+
+    with made(model) as engine:
+        expected = [token for output in asked(engine, "before")["before"] for token in output.token_ids]
+        monkeypatch.setattr(LocalExecutor, "collect", interrupted)
+        engine.add(Request(request_id="a", prompt=[1, 2, 3], params=PARAMS))
+        outputs = engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        while engine.has_work:
+            outputs += engine.step()
+        assert [token for output in outputs for token in output.token_ids] == expected
 
 
 @pytest.mark.parametrize("slot, method", [("scheduler", "plan"), ("cache", "commit"), ("runner", "run")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
@@ -16,7 +17,7 @@ from intarsia.hookspecs import OBSERVERS, hookimpl
 from intarsia.observers import Observers
 from intarsia.plugins import Registry
 from intarsia.testing import scripted
-from intarsia.types import Output, PluginsOptions, StepResult
+from intarsia.types import Choice, Output, PluginsOptions, StepResult
 from models import tiny_llama
 
 IDS = [10, 11, 12, 13]
@@ -200,6 +201,68 @@ def test_an_observer_that_exits_ends_itself_alone(caplog):
         told.tell("step_finished", result=StepResult(), outputs=(), seconds=0.0)
     assert len(caplog.records) == 1
     assert told.report()[0]["disabled"] == "SystemExit: 3"
+
+
+class MuteError(Exception):
+    """An exception that cannot be shown."""
+
+    def __str__(self):
+        raise RuntimeError("and not even this")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MuteError(), "MuteError: (its __str__ raises RuntimeError)"),
+        (ValueError(), "ValueError"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (BaseExceptionGroup("both", [SystemExit(1)]), "BaseExceptionGroup: both (1 sub-exception)"),
+    ],
+)
+@pytest.mark.parametrize("hook", ["step_finished", "request_finished"])
+def test_whatever_an_observer_raises_harms_no_request(model, hook, error, says):
+    def observe():
+        raise error
+
+    with started(model, watch=types.SimpleNamespace(**{hook: hookimpl(observe)})) as engine:
+        (answer,) = engine.generate([[1, 2]], SamplingParams(max_tokens=3, temperature=0))
+        assert answer.token_ids == (10, 11, 12)
+        assert [each["disabled"] for each in engine.stats()["observers"]] == [says]
+
+
+CALLS_BACK = {
+    "cancel": lambda engine: engine.cancel("long"),
+    "generate": lambda engine: engine.generate([[1, 2]], SamplingParams(max_tokens=2, temperature=0)),
+    "swap": lambda engine: engine.swap("scheduler", Choice("static")),
+    "step": lambda engine: engine.step(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_BACK)
+@pytest.mark.parametrize("hook", ["step_finished", "request_finished"])
+def test_one_that_calls_the_engine_neither_reorders_nor_takes_outputs(model, hook, call):
+    called = []
+
+    def observe():
+        if not called:
+            called.append(True)
+            CALLS_BACK[call](engine)
+
+    with started(model, watch=types.SimpleNamespace(**{hook: hookimpl(observe)})) as engine:
+        for name, most in (("long", 4), ("short", 2)):
+            params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True)
+            engine.add(Request(request_id=name, prompt=[1, 2], params=params))
+        told: dict[str, list] = {"long": [], "short": []}
+        while engine.has_work:
+            for output in engine.step():
+                told[output.request_id].append(output)
+        refused = [each["disabled"] for each in engine.stats()["observers"]]
+    assert called and (refused != [None]) == (call == "step")
+    for name, ids in (("long", IDS), ("short", IDS[:2])):
+        *others, last = told[name]
+        assert last.finish_reason is not None and all(output.finish_reason is None for output in others)
+        said = [token for output in told[name] for token in output.token_ids]
+        assert said == ids or (name == "long" and call == "cancel" and said == ids[: len(said)] and said)
 
 
 def test_an_interrupt_within_an_observer_passes():

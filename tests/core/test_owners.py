@@ -81,6 +81,19 @@ def test_a_part_is_known_by_its_package_but_for_the_cores(package, found):
     assert (fault is not None) == found
 
 
+def test_a_part_with_any_attributes_is_known_as_itself():
+    """`func`, `__code__` or a `__getattr__` of a part's own do not make it a partial or a function."""
+
+    class Keeper(Part):
+        func = fail
+
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    part = Keeper(fail)
+    assert find_fault(raised_by(part.plan), [(part, CACHE), (Part(fail), SCHEDULER)]).owner is CACHE
+
+
 def test_a_kernel_is_known_by_its_function():
     kernel = functools.partial(fail)
     assert find_fault(raised_by(kernel), [(kernel, KERNELS), (Part(fail), CACHE)]).owner is KERNELS

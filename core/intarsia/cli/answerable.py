@@ -9,6 +9,7 @@ import click
 
 from intarsia.errors import ExecutionError, IntarsiaError
 from intarsia.plugins import Offer
+from intarsia.saying import said
 
 #: What the command line tells in its own words, and what is the machine's: no fault of whoever ran into it.
 _TOLD = (IntarsiaError, click.ClickException, click.exceptions.Exit, click.Abort, OSError, MemoryError)
@@ -22,6 +23,6 @@ def answerable(offer: Offer, doing: str) -> Iterator[None]:
     except _TOLD:
         raise
     except Exception as error:
-        raised = ExecutionError(f"{offer.title} failed in {doing}: {type(error).__name__}: {error}")
+        raised = ExecutionError(f"{offer.title} failed in {doing}: {said(error)}")
         raised.owner = offer.title
         raise raised from error

@@ -12,6 +12,7 @@ import click
 from intarsia.cli.signals import Signals, Terminated
 from intarsia.cli.terminal import debugging, fail, silence_stdout
 from intarsia.errors import IntarsiaError
+from intarsia.saying import said
 
 FAILED = 1
 MENDABLE = 2
@@ -57,7 +58,7 @@ def _failure(error: BaseException) -> int:
         return MENDABLE if error.filename else FAILED
     else:
         hint = "" if debugging() else " (a fault of the program or of a plugin; INTARSIA_DEBUG=1 shows where)"
-        fail(f"{type(error).__name__}: {error}{hint}")
+        fail(f"{said(error)}{hint}")
     return FAILED
 
 

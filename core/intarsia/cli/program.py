@@ -24,6 +24,7 @@ from intarsia.errors import IntarsiaError, PluginError, did_you_mean
 from intarsia.hookspecs import PROJECT
 from intarsia.plugins import Offer, Registry
 from intarsia.protocols import CommandContext, Parts
+from intarsia.saying import said
 from intarsia.types import EngineConfig, PluginsOptions
 
 
@@ -108,9 +109,7 @@ def _build(offer: Offer) -> click.Command:
     except IntarsiaError:
         raise
     except Exception as error:
-        raise PluginError(
-            f"{offer.plugin}: command {provider.key!r} cannot be made: {type(error).__name__}: {error}"
-        ) from error
+        raise PluginError(f"{offer.plugin}: command {provider.key!r} cannot be made: {said(error)}") from error
     if not isinstance(command, click.Command):
         raise PluginError(f"{offer.plugin}: command {provider.key!r} is {command!r}, not a click command")
     command.invoke = partial(_invoke, offer, command.invoke)  # type: ignore[method-assign]

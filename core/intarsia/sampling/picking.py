@@ -18,6 +18,7 @@ from intarsia.sampling.drawing import Draw
 from intarsia.sampling.penalties import add_biases, penalise
 from intarsia.sampling.random import uniforms
 from intarsia.sampling.state import State, Task
+from intarsia.saying import said, text_of
 
 
 @frozen(eq=False)
@@ -99,8 +100,8 @@ def _process(task: Task, logits_LV: torch.Tensor) -> tuple[int, str] | None:
 def blame(processor: LogitsProcessor, error: Exception) -> str:
     """Say whose processor failed, and how."""
     if isinstance(error, IntarsiaError) and error.owner is not None:
-        return str(error)
-    return f"logits processor {type(processor).__name__}: {type(error).__name__}: {error}"
+        return text_of(error)
+    return f"logits processor {type(processor).__name__}: {said(error)}"
 
 
 def failure(best: float) -> str:
