@@ -143,6 +143,8 @@ OWN = """
 
 
 VARIANTS = [
+    ("number != 2 or pytest.exit('enough', returncode=0)", "broken", "it ended the whole session"),
+    ("os.write(1, b'{\\n')", "kept", ""),
     ("assert number < 4", "kept", ""),
     ("assert number != 2, 'two is wrong'", "broken", "two is wrong"),
     ("pytest.skip('not made')", "skipped", "not made"),
@@ -154,6 +156,7 @@ BODIES = [
     ("raise NotImplementedError('say what the answer is')", "untold", "say what the answer is"),
     ("number != 2 or os.kill(os.getpid(), signal.SIGSEGV)", "broken", "by signal SIGSEGV"),
     ("number != 2 or time.sleep(60)", "broken", "it took longer than 2 s"),
+    ("if number == 2: raise KeyboardInterrupt", "broken", "it ended the whole session"),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in VARIANTS),
 ]
 

@@ -54,6 +54,7 @@ def refused(capsys, tmp_path, monkeypatch):
         ("Collections", ["Python's own"]),
         ("intarsia", ["is taken"]),
         ("tests", ["is taken"]),
+        ("conftest", ["is taken"]),
         ("Torch", ["'torch'", "installed already"]),
         ("intarsia.gguf", ["'intarsia_gguf'", "installed already"]),
         ("pip_tools_of_mine/x", ["name of a distribution"]),

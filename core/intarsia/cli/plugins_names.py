@@ -64,7 +64,7 @@ def _check_package(distribution: str, package: str) -> None:
         raise ConfigError(f"NAME: {distribution!r} gives no name that Python can import: {package!r}", field="name")
     if package in sys.stdlib_module_names:
         raise ConfigError(f"NAME: {package!r} is a module of Python's own; give another", field="name")
-    if package in (_OURS, "tests", "src"):
+    if package in (_OURS, "tests", "src", "conftest"):
         raise ConfigError(f"NAME: {package!r} is taken; give another, such as {_OURS}-mine", field="name")
     try:
         owner = importlib.metadata.distribution(distribution)

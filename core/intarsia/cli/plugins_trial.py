@@ -25,6 +25,8 @@ Outcome: TypeAlias = Literal["kept", "skipped", "broken", "untold"]
 #: Seconds that a process may take before its first claim begins, at least.
 _IMPORTS_S = 300.0
 _NEEDED = ("pytest", "hypothesis")
+#: What a claim did that never ended, in a session that did.
+_QUIT = "it ended the whole session: by KeyboardInterrupt or pytest.exit"
 #: Of what a process wrote before it died, as much is shown.
 _LAST_WORDS = 300
 #: What a user's own settings of pytest would change.
@@ -117,13 +119,17 @@ class Trial:
     def _follow(self, process: _Process) -> Generator[Contracted | ClaimResult, None, bool]:
         """Yield what one process says; return whether there is nothing left to run."""
         current: dict[str, Any] | None = None
+        is_over = False
         while True:
             # Between claims it imports and builds what they need, which a short time for claims does not speak of.
             event = process.event(self.timeout_s if current is not None else max(self.timeout_s, _IMPORTS_S))
             if event is None:
                 break
             if event["event"] == "over":
-                return True
+                if current is None:
+                    return True
+                is_over = True
+                break
             if event["event"] == "part":
                 if event["part"] not in self._told:
                     self._told.add(event["part"])
@@ -135,7 +141,7 @@ class Trial:
                 current = None
                 self._done.append((event["part"], event["case"]))
                 yield ClaimResult(**{name: value for name, value in event.items() if name != "event"})
-        why = process.why(self.timeout_s)
+        why = _QUIT if is_over else process.why(self.timeout_s)
         if current is None:
             raise PluginError(f"plugin {self.plugin!r}: its contracts cannot be run: {why}")
         self._done.append((current["part"], current["case"]))
