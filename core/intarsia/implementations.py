@@ -71,13 +71,13 @@ def register(plugins: Sequence[Plugin]) -> tuple[pluggy.PluginManager, list[Use]
             raise PluginError(f"{plugin} is the same module as plugin {twin!r}; drop one of the two entry points")
         try:
             manager.register(plugin.module, name=plugin.name)
+            unmarked = [name for name in known if _is_unmarked(manager, plugin, name)]
         except pluggy.PluginValidationError as error:
             raise PluginError(f"{plugin}: {' '.join(str(error).split())}") from error
-        for name in known:
-            # Without its mark pluggy passes over it in silence.
-            function = getattr(plugin.module, name, None)
-            if callable(function) and manager.parse_hookimpl_opts(plugin.module, name) is None:
-                raise PluginError(f"{plugin}: {name} is not marked with @hookimpl of intarsia.hookspecs")
+        except Exception as error:  # a `__getattr__` or `__dir__` of its own
+            raise PluginError(f"{plugin}: its hooks cannot be looked up: {said(error)}") from error
+        if unmarked:
+            raise PluginError(f"{plugin}: {unmarked[0]} is not marked with @hookimpl of intarsia.hookspecs")
         found += _check_versions(manager, plugin)
         if not manager.get_hookcallers(plugin.module):
             raise PluginError(
@@ -91,6 +91,11 @@ def register(plugins: Sequence[Plugin]) -> tuple[pluggy.PluginManager, list[Use]
         wrong = next(name for name in vars(manager.hook) if name not in known and _implements(manager, name, owner))
         raise PluginError(f"{owner}: there is no hook {wrong!r}.{did_you_mean(wrong, known)}") from error
     return manager, found
+
+
+def _is_unmarked(manager: pluggy.PluginManager, plugin: Plugin, name: str) -> bool:
+    """Whether a plugin has a function with a hook's name and without its mark, which pluggy passes over in silence."""
+    return callable(getattr(plugin.module, name, None)) and manager.parse_hookimpl_opts(plugin.module, name) is None
 
 
 def _check_versions(manager: pluggy.PluginManager, plugin: Plugin) -> Iterator[Use]:
@@ -123,14 +128,19 @@ def _check_versions(manager: pluggy.PluginManager, plugin: Plugin) -> Iterator[U
 def check_api(hook: str, api: Any, plugin: Plugin, what: str) -> Iterator[Use]:
     """Check the version that something was written for; yield a use where that goes."""
     current = hookspecs.API[hook]
+    if type(api) is not int:  # True is 1, and no version
+        raise PluginError(
+            f"{plugin}: {hook}, {what}: api={shown(api)} is no version of {hook}, which is a whole number; this is "
+            f"version {current}"
+        )
     if api == current:
         return
     gone = deprecated("api", f"{hook}.{api}")
     if gone is not None:
         yield Use(gone, str(plugin))
         return
-    old = isinstance(api, int) and api < current
-    right = f"the plugin is older: upgrade {plugin.distribution}" if old else "intarsia is older: upgrade it"
+    whose = "it" if plugin.distribution == "-" else plugin.distribution
+    right = f"the plugin is older: upgrade {whose}" if api < current else "intarsia is older: upgrade it"
     raise PluginError(
         f"{plugin}: {hook}, {what}: made for version {shown(api)} of {hook}, this is version {current}; {right}"
     )
@@ -177,6 +187,9 @@ def check_provider(kind: Kind, provider: Provider, plugin: Plugin) -> None:
         raise PluginError(f"{where}: this key has a meaning of its own in configs; choose another")
     if not isinstance(provider.summary, str):
         raise PluginError(f"{where}: its summary {shown(provider.summary)} is not a text")
+    for name in ("fit", "build"):
+        if not callable(getattr(provider, name)):
+            raise PluginError(f"{where}: its {name} {shown(getattr(provider, name))} is no function")
     _check_slots(provider, where)
     _check_options(kind, provider, where)
 
@@ -184,7 +197,7 @@ def check_provider(kind: Kind, provider: Provider, plugin: Plugin) -> None:
 def _check_slots(provider: Provider, where: str) -> None:
     for name in ("requires", "provides"):
         slots = getattr(provider, name)
-        if isinstance(slots, str) or not all(isinstance(slot, str) for slot in slots):
+        if not isinstance(slots, tuple | list) or not all(isinstance(slot, str) for slot in slots):
             raise PluginError(f"{where}: {name}={shown(slots)} is not a tuple of texts; one is written ('cache',)")
     for slot in provider.requires:
         if slot not in _SLOTS:

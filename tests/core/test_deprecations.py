@@ -56,7 +56,7 @@ def test_every_hook_has_a_version():
 
 
 @pytest.mark.parametrize("hook", ["check_composition", *OBSERVERS])
-@pytest.mark.parametrize(("api", "advice"), [(1, None), (0, "the plugin is older: upgrade -"), (2, "upgrade it")])
+@pytest.mark.parametrize(("api", "advice"), [(1, None), (0, "the plugin is older: upgrade it"), (2, "upgrade it")])
 def test_hooks_that_check_or_observe_say_what_they_were_written_for(hook, api, advice):
     def implementation():
         """Takes nothing."""

@@ -449,7 +449,12 @@ class UnresolvedOptions:
         ({"key": "auto"}, "a meaning of its own"),
         ({"key": "none"}, "a meaning of its own"),
         ({"summary": None}, "summary None"),
-        ({"api": 0}, "plugin is older: upgrade -"),
+        ({"api": 0}, "plugin is older: upgrade it"),
+        *(({"api": api}, "no version of provide_schedulers, which") for api in (True, 1.0, "1", None)),
+        ({"fit": None}, "its fit None is no function"),
+        ({"build": 5}, "its build 5 is no function"),
+        ({"requires": None}, "requires=None is not a tuple"),
+        ({"provides": 5}, "provides=5 is not a tuple"),
         ({"api": 2}, "intarsia is older"),
         ({"options": dict}, "not an attrs class"),
         ({"options": CacheOptions()}, "not an attrs class"),
@@ -465,6 +470,15 @@ def test_a_provider_that_breaks_the_contract_is_refused_with_its_owner(fields, m
     with pytest.raises(PluginError, match=r"plugin 'a' \(- -\): provide_schedulers") as caught:
         discover(a=offering("provide_schedulers", [provider(**fields)]))
     assert message in str(caught.value)
+
+
+def test_an_object_whose_attributes_fail_is_named():
+    class Odd:
+        def __getattr__(self, name):
+            raise RuntimeError(f"no {name} today")
+
+    with pytest.raises(PluginError, match=r"plugin 'odd' \(- -\): its hooks cannot be looked up: RuntimeError: no"):
+        discover(odd=Odd())
 
 
 def test_an_older_plugin_is_told_which_version_it_was_made_for(monkeypatch):
