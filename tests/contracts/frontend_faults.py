@@ -10,11 +10,11 @@ from attrs import evolve
 from contracts.planted import offering, planting
 from intarsia.errors import IntarsiaError, InvalidRequestError
 from intarsia_zmq import provide_frontends
+from intarsia_zmq.contract import ZmqContract
 from intarsia_zmq.control_client import ask_control
 from intarsia_zmq.frontend import build
 from intarsia_zmq.options import Limits
 from intarsia_zmq.server import Server
-from zmq_contract import ZmqFrontendContract
 
 FAULTS = []
 plant = planting(FAULTS)
@@ -50,7 +50,7 @@ class Broken:
 def contract(part):
     """Return the contract for a broken frontend."""
 
-    class Contract(ZmqFrontendContract):
+    class Contract(ZmqContract):
         patience_s = 1.0
 
         def provider(self):

@@ -5,23 +5,15 @@ import json
 import pytest
 from safetensors.torch import save_file
 
-from intarsia.defaults import provide_loaders
-from intarsia.testing.loaders import LoaderContract
-from intarsia.testing.tiny_tokenizer import save_byte_tokenizer
+from intarsia.defaults.contract import SafetensorsContract
 
 
-class TestSafetensors(LoaderContract):
-    def provider(self):
-        return provide_loaders()[0]
-
-    def write(self, folder, tensors, config):
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config))
-        return save_byte_tokenizer(folder)
+class TestSafetensors(SafetensorsContract):
+    pass
 
 
 @pytest.mark.slow
-class TestShards(TestSafetensors):
+class TestShards(SafetensorsContract):
     def write(self, folder, tensors, config):
         super().write(folder, tensors, config)
         (folder / "model.safetensors").unlink()

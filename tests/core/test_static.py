@@ -6,11 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from intarsia.defaults import provide_schedulers
 from intarsia.defaults.contiguous import ContiguousAllocator
+from intarsia.defaults.contract import StaticContract
 from intarsia.defaults.static import StaticOptions, StaticScheduler
 from intarsia.errors import OverloadedError
-from intarsia.testing.schedulers import SchedulerContract
 from intarsia.types import Entered, RowResult, SamplingParams, Want
 
 PAGE = 4
@@ -86,12 +85,8 @@ def ids(rows):
     return [row.sequence_id[0] for row in rows]
 
 
-class TestContract(SchedulerContract):
-    ages = False  # of a higher priority one can always come before the next batch
-    preempts = False  # a sequence reserves the most that it can hold
-
-    def provider(self):
-        return next(each for each in provide_schedulers() if each.key == "static")
+class TestContract(StaticContract):
+    pass
 
 
 # --- whatever happens -------------------------------------------------------------------------------------------------

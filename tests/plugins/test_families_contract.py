@@ -9,20 +9,24 @@ from families import CASES
 from intarsia.defaults import provide_models as provide_llama
 from intarsia.testing.model_families import FamilyContract
 from intarsia_families import provide_models
+from intarsia_families.contract import Gemma3Contract, Gpt2Contract, MixtralContract, Qwen3MoeContract
 
 PROVIDERS = {provider.key: provider for provide in (provide_models, provide_llama) for provider in provide()}
 #: One model a family: the last of `tests/families.py`, which has the most of what it can have.
 CONFIGS = {type(case.config).model_type: case.config for case in CASES}
 CLASSES = {"gemma3": "Gemma3ForConditionalGeneration", "gpt2": "GPT2LMHeadModel"}
-HEADS = {"gemma3": "language_model.lm_head.weight"}
+TOLD = {
+    "gemma3": Gemma3Contract,
+    "gpt2": Gpt2Contract,
+    "mixtral": MixtralContract,
+    "qwen3_moe": Qwen3MoeContract,
+}
 
 
 def contract(model_type):
     """Return the contract of one family."""
 
-    class Family(FamilyContract):
-        head = HEADS.get(model_type, FamilyContract.head)
-
+    class Family(TOLD.get(model_type, FamilyContract)):
         def provider(self):
             return PROVIDERS[model_type]
 

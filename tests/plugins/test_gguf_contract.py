@@ -6,30 +6,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from intarsia.testing.loaders import LoaderContract
-from intarsia_gguf import provide_loaders
+from intarsia_gguf.contract import GgufContract
 from tools.gguf_models import write_gguf
 
 
-class TestGguf(LoaderContract):
-    q8_0 = False
+class TestGguf(GgufContract):
+    pass
 
-    def provider(self):
-        return provide_loaders()[0]
 
+@pytest.mark.slow
+class TestQ8(GgufContract):
     def write(self, folder, tensors, config):
         theirs = folder.parent / "theirs"
         theirs.mkdir()
         save_file(tensors, theirs / "model.safetensors")
         rope = {"rope_parameters": {"rope_theta": config["rope_theta"]}}
         (theirs / "config.json").write_text(json.dumps(config | rope))
-        self.means = write_gguf(theirs, folder / "model.gguf", q8_0=self.q8_0)
+        self.means = write_gguf(theirs, folder / "model.gguf", q8_0=True)
         return folder / "model.gguf"
-
-
-@pytest.mark.slow
-class TestQ8(TestGguf):
-    q8_0 = True
 
     def stored(self, tensors):
         return {name: torch.from_numpy(values.copy()) for name, values in self.means.items()}

@@ -1,13 +1,10 @@
 """In-flight batching over each allocator: budgets, turns, preemption, cancellation, forks; nobody waits for ever."""
 
-from typing import ClassVar
-
 import pytest
 
 from intarsia.defaults.contiguous import ContiguousAllocator
-from intarsia.testing.schedulers import SchedulerContract
 from intarsia.types import CacheGroup, CacheLayout
-from intarsia_inflight import provide_schedulers
+from intarsia_inflight.contract import InflightContract
 from intarsia_inflight.options import InflightOptions
 from intarsia_inflight.queue import common_prefix
 from intarsia_inflight.scheduler import InflightScheduler
@@ -18,11 +15,8 @@ from simulation import Simulation, answer
 MAX_LEN = 24
 
 
-class TestContract(SchedulerContract):
-    options: ClassVar = {"ageing_steps": 4}
-
-    def provider(self):
-        return provide_schedulers()[0]
+class TestContract(InflightContract):
+    pass
 
 
 def layout(page_size, windows=(None,)):

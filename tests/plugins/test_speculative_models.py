@@ -14,10 +14,8 @@ from intarsia import SamplingParams
 from intarsia.errors import CompositionError, ConfigError, ModelNotFoundError
 from intarsia.hookspecs import hookimpl
 from intarsia.protocols import LogitsProcessor, SequenceProcessor
-from intarsia.testing.drafters import DrafterContract
-from intarsia.testing.tiny import save_tiny_model
 from intarsia.types import Provider
-from intarsia_speculative import provide_drafters
+from intarsia_speculative.contract import DraftModelContract, LayerSkipContract
 from models import edit_json, tiny_llama
 
 TOKEN_BYTES = 2 * 4 * 2 * 16 * 4  # of the tiny model: keys and values, layers, kv heads, head dim, fp32
@@ -178,35 +176,18 @@ def test_the_memory_plan_counts_what_a_drafter_takes(models, name):
     assert plan["total"] == plan["weights"] + plan["cache"] + plan["spare"] + plan["drafter"]
 
 
-class TestLayerSkipContract(DrafterContract):
-    options: ClassVar = {"k": 3, "layers": 1, "adaptive": False}
-
-    def provider(self):
-        return provided("layer_skip")
+class TestLayerSkipContract(LayerSkipContract):
+    pass
 
 
-class TestDraftModelContract(DrafterContract):
-    def provider(self):
-        return provided("draft_model")
-
-    def model(self, folder):
-        second = save_tiny_model(folder / "second", num_ids=self.num_ids, layers=1, seed=3)
-        self.options = {"k": 3, "model": str(second), "memory": "1MiB", "adaptive": False}
-        return super().model(folder)
+class TestDraftModelContract(DraftModelContract):
+    pass
 
 
 @pytest.mark.slow
-class TestDraftModelWithControl(TestDraftModelContract):
+class TestDraftModelWithControl(DraftModelContract):
+    settings: ClassVar = DraftModelContract.settings | {"adaptive": True}
     repeats: ClassVar = False
-
-    def model(self, folder):
-        found = super().model(folder)
-        self.options = self.options | {"adaptive": True}
-        return found
-
-
-def provided(key):
-    return next(provider for provider in provide_drafters() if provider.key == key)
 
 
 @pytest.fixture(scope="module")

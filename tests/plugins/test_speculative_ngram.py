@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from engines import engine_of, scripted_engine
 from intarsia.errors import ConfigError
 from intarsia.protocols import DraftRequest
-from intarsia.testing.drafters import DrafterContract
 from intarsia.types import Entered, SamplingParams
-from intarsia_speculative import provide_drafters
+from intarsia_speculative.contract import NgramContract
 from intarsia_speculative.ngram import NgramDrafter, continuation
 from intarsia_speculative.options import NgramOptions
 from models import tiny_llama
@@ -125,16 +124,12 @@ def test_options_out_of_range_are_refused_by_name(tmp_path, wrong, names):
         engine_of(path, drafter={"use": "ngram", **wrong})
 
 
-class TestNgramContract(DrafterContract):
-    options: ClassVar = {"k": 5, "min_n": 1}
-    repeats: ClassVar = False
-
-    def provider(self):
-        return next(one for one in provide_drafters() if one.key == "ngram")
+class TestNgramContract(NgramContract):
+    pass
 
 
 @pytest.mark.slow
-class TestNgramWithoutControl(TestNgramContract):
+class TestNgramWithoutControl(NgramContract):
     options: ClassVar = {"k": 8, "min_n": 1, "adaptive": False}
     repeats: ClassVar = True
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from engines import engine_of
 from intarsia.protocols import DraftRequest
-from intarsia.testing.drafters import DrafterContract
 from intarsia.types import Entered, Request, SamplingParams
-from intarsia_speculative import provide_drafters
 from intarsia_speculative.automaton import ROOT, Automaton
+from intarsia_speculative.contract import SuffixContract
 from intarsia_speculative.memory import Memory
 from intarsia_speculative.options import SuffixOptions
 from intarsia_speculative.suffix import SuffixDrafter
@@ -211,15 +210,11 @@ def test_the_salt_of_a_request_reaches_the_drafter(tmp_path):
     assert other == first < 10
 
 
-class TestSuffixContract(DrafterContract):
-    options: ClassVar = {"k": 5, "min_match": 1}
-    repeats: ClassVar = False
-
-    def provider(self):
-        return next(one for one in provide_drafters() if one.key == "suffix")
+class TestSuffixContract(SuffixContract):
+    pass
 
 
 @pytest.mark.slow
-class TestSuffixWithoutControl(TestSuffixContract):
+class TestSuffixWithoutControl(SuffixContract):
     options: ClassVar = {"k": 8, "min_match": 1, "adaptive": False}
     repeats: ClassVar = True

@@ -1,7 +1,7 @@
 """The ZeroMQ frontend keeps the contract of frontends, spoken to by its own client."""
 
-from zmq_contract import ZmqFrontendContract
+from intarsia_zmq.contract import ZmqContract
 
 
-class TestZmq(ZmqFrontendContract):
+class TestZmq(ZmqContract):
     pass

@@ -11,7 +11,7 @@ import click
 
 from intarsia.cli.outcomes import FAILED
 from intarsia.cli.plugins_facts import WHOLE, check_facts, names
-from intarsia.cli.plugins_report import PartReport, as_data, as_text
+from intarsia.cli.plugins_report import PartReport, as_data, as_text, failing
 from intarsia.cli.plugins_trial import Contracted, Trial, check_installed
 from intarsia.cli.terminal import fail, is_terminal, note, write
 from intarsia.errors import ConfigError, did_you_mean
@@ -59,7 +59,9 @@ def check(
 
     NAME is the plugin's, as `intarsia plugins` shows it. Each part runs under the suite of its kind, or under the
     contract that the plugin ships for it. A claim is kept, skipped (the part does not make it), broken, or untold: the
-    contract must be told something first. Exits with 1 where a claim is broken, or nothing of a part is known.
+    contract must be told something first. Exits with 1 where a claim is broken, or nothing of a part is known. Parts
+    whose claims are all skipped, such as those for a GPU that is not there, are told and do not count, unless the
+    plugin has no others.
     """
     check_installed()
     with contextlib.redirect_stdout(sys.stderr):
@@ -79,9 +81,11 @@ def check(
         write(as_text(plugin, reports, quiet=quiet, verbose=verbose))
         for use in registry.deprecated:
             note(f"deprecated: {use}")
-    failing = [report.part for report in reports if report.fails]
-    if failing:
-        fail(f"plugin {plugin.name!r} does not keep the contracts of {', '.join(failing)}")
+    if found := failing(reports):
+        if any(report.fails for report in reports):
+            fail(f"plugin {plugin.name!r} does not keep the contracts of {', '.join(found)}")
+        else:
+            fail(f"nothing of plugin {plugin.name!r} can be tried here: {', '.join(found)}")
         raise click.exceptions.Exit(FAILED)
 
 

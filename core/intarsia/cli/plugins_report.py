@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 from attrs import define, field
 
+from intarsia.cli.plugins_facts import WHOLE
 from intarsia.cli.plugins_trial import ClaimResult, Outcome
 from intarsia.plugins import Plugin
 
@@ -55,10 +56,25 @@ class PartReport:
 
     @property
     def fails(self) -> bool:
-        """Whether a claim is broken, or nothing was found out."""
+        """Whether a claim is broken, or nothing was found out, nor said why."""
         counts = self.counts()
         found = counts["kept"] + (counts["skipped"] if self.is_partial else 0)
-        return self.error is not None or counts["broken"] > 0 or found == 0
+        return self.error is not None or counts["broken"] > 0 or (found == 0 and not self.is_untried)
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether every claim is skipped: the part is for another machine than this."""
+        counts = self.counts()
+        return not self.is_partial and counts["skipped"] > 0 and counts["skipped"] == sum(counts.values())
+
+
+def failing(reports: Sequence[PartReport]) -> list[str]:
+    """Return the parts that a plugin fails by.
+
+    Parts that are not tried are among them only where none of the plugin's is: then nothing is known of it.
+    """
+    is_tried = any(report.counts()["kept"] for report in reports if report.part != WHOLE)
+    return [report.part for report in reports if report.fails or (report.is_untried and not is_tried)]
 
 
 def as_text(plugin: Plugin, reports: Sequence[PartReport], *, quiet: bool, verbose: bool) -> str:
@@ -115,7 +131,7 @@ def as_data(plugin: Plugin, reports: Sequence[PartReport], deprecated: Sequence[
         "plugin": plugin.name,
         "distribution": plugin.distribution,
         "version": plugin.version,
-        "ok": not any(report.fails for report in reports),
+        "ok": not failing(reports),
         "deprecated": [str(use) for use in deprecated],
         "parts": [
             {
