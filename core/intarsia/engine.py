@@ -311,6 +311,7 @@ class Engine:
                 After all of these the part before goes on.
         """
         self._loop.check_open()
+        self._loop.collect_all()
         self.config = self._swaps.swap(self.config, slot, choice)
         return dict(self._swaps.done[-1])
 

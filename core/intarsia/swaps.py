@@ -33,11 +33,14 @@ class Swaps:
     done: list[dict[str, Any]] = field(factory=list, init=False)
 
     def swap(self, config: EngineConfig, slot: str, choice: Choice) -> EngineConfig:
-        """Replace a part, and return the config with it; raises as `Engine.swap` does, and then nothing has changed."""
+        """Replace a part, with nothing in flight, and return the config with it.
+
+        Raises as `Engine.swap` does, and then nothing has changed.
+        """
         loop, begun = self._loop, time.perf_counter()
+        assert not loop.is_flying, "what is collected now may tell an observer, who swaps too"
         before = key_of(loop.parts, slot)
         changed, parts = replaced(config, loop.parts, self._registry, slot, choice)
-        loop.collect_all()
         kept = self._swap_scheduler(config, parts) if slot == "scheduler" else self._swap_drafter(parts)
         self.done.append(
             {

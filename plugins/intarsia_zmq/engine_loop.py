@@ -342,7 +342,7 @@ class EngineLoop:
                 answered = Answered(ask.tag, ask.question(engine))
             except IntarsiaError as error:
                 answered = Answered(ask.tag, error=error)
-            except Exception:
+            except BaseException:  # no signal comes to this thread: it is a part's own exit or interrupt
                 log.exception("a question could not be answered")
                 answered = Answered(ask.tag, error=InternalError("a fault of the server's own; its log says more"))
             self._report(answered)

@@ -187,7 +187,10 @@ def tiny(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("tiny"))[0]
 
 
-def engine(model, cache="paged", *, num_tokens=112, depth=1, scheduler="inflight", **sections):
+NOBODY: dict = {}
+
+
+def engine(model, cache="paged", *, num_tokens=112, depth=1, scheduler="inflight", plugins=NOBODY, **sections):
     made = engine_of(
         model,
         engine={"max_model_len": 64, "plugins": {"block": ["cpu"]}},
@@ -196,7 +199,7 @@ def engine(model, cache="paged", *, num_tokens=112, depth=1, scheduler="inflight
         cache={**CACHES[cache], "memory": str(num_tokens * TOKEN_BYTES)},
         scheduler={"use": SCHEDULERS[scheduler].use, **SCHEDULERS[scheduler].options},
         executor={"use": "local", "depth": depth},
-        plugins={"parts": Plugin(), "scripted": scripted},
+        plugins={"parts": Plugin(), "scripted": scripted} | plugins,
         **sections,
     )
     assert made.explain()["invariance"]["level"] == "bitwise"
@@ -404,6 +407,32 @@ def test_a_swap_while_steps_are_in_flight_collects_them_first(tiny, oracle):
         for name, said in expected.items():
             assert answer([o for o in outputs if (o.request_id, o.choice) == name]) == answer(said)
         assert is_idle(made)
+
+
+def test_an_observer_that_swaps_while_a_swap_collects_has_its_part_too(tiny, oracle):
+    class Swapper:
+        @hookimpl
+        def step_finished(self):
+            if swapping:
+                swapping.clear()
+                made.swap("drafter", DRAFTERS["ngram"])
+
+    swapping = []
+    with engine(tiny, num_tokens=1024, depth=2, plugins={"swapper": Swapper()}) as made:
+        for request in requests():
+            made.add(request)
+        outputs = [output for _ in range(3) for output in made.step()]
+        assert len(made._loop._flight) > 0
+        swapping.append(True)
+        made.swap("scheduler", SCHEDULERS["static"])
+        assert not swapping
+        assert (made.config.scheduler.use, made.config.drafter.use) == ("static", "ngram")
+        parts = made.explain()["parts"]
+        assert (parts["scheduler"]["key"], parts["drafter"]["key"]) == ("static", "ngram")
+        while made.has_work:
+            outputs += made.step()
+        for name, said in run(oracle, {0: requests()}, {}).items():
+            assert answer([o for o in outputs if (o.request_id, o.choice) == name]) == answer(said)
 
 
 def test_a_request_can_be_cancelled_between_a_swap_and_the_next_step(tiny, oracle):

@@ -1,5 +1,6 @@
 """The engine's thread: who is let in, what is reported, and that it waits for nothing but work."""
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -163,14 +164,20 @@ def test_nothing_steps_in_a_pause_while_questions_are_answered():
         eventually(lambda: engine.steps > steps)
 
 
+def raise_interrupt(engine):
+    raise KeyboardInterrupt
+
+
 def test_a_question_that_fails_is_answered_and_steps_go_on():
     with Reader(FakeEngine()) as reader:
         reader.loop.post(Ask(1, lambda engine: engine.tokenize(5)))
         reader.loop.post(Ask(2, lambda engine: 1 / 0))
+        reader.loop.post(Ask(3, lambda engine: sys.exit(3)))
+        reader.loop.post(Ask(4, raise_interrupt))
         reader.loop.post(add("a"))
         eventually(lambda: reader.ended("a"))
         errors = {each.tag: each.error.code for each in reader.of(Answered)}
-        assert errors == {1: "invalid", 2: "internal"}
+        assert errors == {1: "invalid", 2: "internal", 3: "internal", 4: "internal"}
 
 
 def test_the_age_of_a_step_counts_from_when_there_was_work_and_from_the_last_end():
