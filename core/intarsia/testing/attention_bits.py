@@ -78,7 +78,7 @@ class BitClaims(AttentionCase):
             (whole,) = trial.rows([(0, 300)], seed=7)
             (bits,) = trial.attend([whole], entry=entry)
             draw = random.Random(2)
-            for length in (1, 3, 8, 37, 64, 127, 129, 256):
+            for length in self.chunks:
                 pieces = whole.chunks(length)
                 some = draw.sample(pieces, min(8, len(pieces)))
                 outs = trial.attend([neighbours[0], *some, neighbours[1]], entry=entry, scatter=length)

@@ -121,6 +121,7 @@ class AttentionCase:
         head_dims: likewise.
         page_sizes: slots a page that it is tried with.
         rows: (start, length) of the rows of a mixed batch.
+        chunks: tokens of the chunks that a prompt is cut into.
         long: keys of a long row.
         rounding: by dtype, what results may be off by where that is other than in `ROUNDING`.
         examples: random batches that `test_any_batch_equals_float64` tries.
@@ -134,6 +135,7 @@ class AttentionCase:
     head_dims: ClassVar[Sequence[int]] = (16, 20, 64, 128)
     page_sizes: ClassVar[Sequence[int]] = (1, 3, 16, 64)
     rows: ClassVar[Sequence[tuple[int, int]]] = ROWS
+    chunks: ClassVar[Sequence[int]] = (1, 3, 8, 37, 64, 127, 129, 256)
     long: ClassVar[int] = 1500
     rounding: ClassVar[Mapping[str, float]] = {}
     examples: ClassVar[int] = 40

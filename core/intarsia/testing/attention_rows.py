@@ -119,7 +119,8 @@ def exact_attention(row: AttentionRow, spec: AttentionSpec) -> tuple[_Floats, _F
     q_HnD, k_KMD, v_KMD = (x.double().numpy().swapaxes(0, 1) for x in (row.queries, row.keys, row.values))
     group = spec.num_heads // spec.num_kv_heads
     keys_HMD, values_HMD = (np.repeat(x, group, axis=0) for x in (k_KMD, v_KMD))
-    scores_HnM = q_HnD @ keys_HMD.swapaxes(1, 2) * spec.scale
+    # Not by `@`: BLAS would spin in threads over matrices as small as these.
+    scores_HnM = np.einsum("hnd,hmd->hnm", q_HnD, keys_HMD) * spec.scale
     if spec.soft_cap is not None:
         scores_HnM = spec.soft_cap * np.tanh(scores_HnM / spec.soft_cap)
     positions, keys = np.arange(row.start, row.stop)[:, None], np.arange(row.stop)
@@ -129,7 +130,7 @@ def exact_attention(row: AttentionRow, spec: AttentionSpec) -> tuple[_Floats, _F
     scores_HnM = np.where(hidden, -np.inf, scores_HnM)
     weights = np.exp(scores_HnM - scores_HnM.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    out, size = weights @ values_HMD, weights @ np.abs(values_HMD)
+    out, size = (np.einsum("hnm,hmd->hnd", weights, x) for x in (values_HMD, np.abs(values_HMD)))
     return out.swapaxes(0, 1), size.swapaxes(0, 1)
 
 
