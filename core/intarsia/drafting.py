@@ -19,7 +19,7 @@ from attrs import define, evolve, field
 from intarsia.errors import IntarsiaError, PluginError
 from intarsia.protocols import Drafter, DraftRequest, StepCost, Target, Verified
 from intarsia.sampling.rejection import trusted
-from intarsia.saying import said
+from intarsia.saying import is_raised, said
 from intarsia.times import Times
 from intarsia.types import Draft, Entered, Row, RowResult, SequenceId
 
@@ -55,7 +55,9 @@ class Drafting:
             self.drafter.start(target)
         except IntarsiaError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not is_raised(error):
+                raise
             raise PluginError(f"{self.title} failed in start: {said(error)}") from error
 
     def stop(self) -> None:
@@ -171,7 +173,9 @@ class Drafting:
         try:
             with self.times.at(self.name):
                 yield
-        except Exception as error:
+        except BaseException as error:
+            if not is_raised(error):
+                raise
             self._error = f"{self.title} failed in {doing}: {said(error)}"
             if not self._logged:
                 _log.exception("%s; steps go on without its guesses, and this is logged once", self._error)

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 
 from intarsia.errors import InvalidRequestError, OverloadedError, did_you_mean
 from intarsia.protocols import LogitsProcessor, Parts, Selection
-from intarsia.saying import said
+from intarsia.saying import is_raised, said
 from intarsia.sequence import Sequence
 from intarsia.structuring import shown
 from intarsia.types import SamplingParams
@@ -33,7 +33,9 @@ def _blamed(selection: Selection, doing: str) -> Iterator[None]:
         yield
     except InvalidRequestError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_raised(error):
+            raise
         raise InvalidRequestError(
             f"{_FIELD}: {selection.provider.key!r} of plugin {selection.plugin!r} ({selection.distribution} "
             f"{selection.version}) failed in {doing}: {said(error)}",

@@ -14,7 +14,7 @@ from attrs import frozen
 from intarsia.errors import PluginError
 from intarsia.owners import owned_by
 from intarsia.protocols import ExecutorContext, LogitsProcessor, Selection, SequenceProcessor
-from intarsia.saying import said
+from intarsia.saying import is_raised, said
 from intarsia.times import Times
 from intarsia.types import SamplingParams
 
@@ -44,7 +44,9 @@ class _Named(LogitsProcessor):
         try:
             with self.times.at(self.selection.name):
                 yield
-        except Exception as error:
+        except BaseException as error:
+            if not is_raised(error):
+                raise
             raised = PluginError(f"{self.selection.title} failed in {doing}: {said(error)}")
             raised.owner = self.selection.title
             raise raised from error

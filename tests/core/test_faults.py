@@ -242,6 +242,24 @@ def test_a_logits_processor_that_fails_ends_its_request_and_no_other(model, meth
         assert asked(engine, "a")["a"][-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("error", [PanicException("in Rust"), asyncio.CancelledError(), MuteError()])
+def test_whatever_a_processor_or_a_drafter_raises_ends_no_other_request(model, error):
+    with made(model, "logits_processors", "drafter") as engine:
+        for method in ("open", "process"):
+            faulty.ARMED.clear()
+            arm("logits_processors", method, error)
+            arm("drafter", "propose", error)
+            other = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+            engine.add(Request(request_id="other", prompt=[1, 2, 3], params=other))
+            outputs = asked(engine, "a")
+            assert outputs["a"][-1].error.startswith(f"logits_processors 'broken' {OF} failed in {method}: ")
+            assert outputs["other"][-1].finish_reason == "length"
+        assert type(error).__name__ in engine.stats()["speculation"]["last_failure"]
+        arm("logits_processors", "applies", error)
+        with pytest.raises(InvalidRequestError, match=f"failed in applies: {type(error).__name__}"):
+            asked(engine, "b")
+
+
 def test_a_drafter_that_fails_is_named_and_ends_nothing(model, caplog):
     with made(model, "drafter") as engine:
         arm("drafter", "propose")

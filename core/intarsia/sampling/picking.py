@@ -18,7 +18,7 @@ from intarsia.sampling.drawing import Draw
 from intarsia.sampling.penalties import add_biases, penalise
 from intarsia.sampling.random import uniforms
 from intarsia.sampling.state import State, Task
-from intarsia.saying import said, text_of
+from intarsia.saying import is_raised, said, text_of
 
 
 @frozen(eq=False)
@@ -92,12 +92,14 @@ def _process(task: Task, logits_LV: torch.Tensor) -> tuple[int, str] | None:
         for processor, opened in state.processors:
             try:
                 opened.process([*state.history.token_ids, *drafts], logits_LV[index])
-            except Exception as error:  # a third party's code, whatever it raises, ends this row alone
+            except BaseException as error:  # a third party's code, whatever it raises, ends this row alone
+                if not is_raised(error):
+                    raise
                 return index, blame(processor, error)
     return None
 
 
-def blame(processor: LogitsProcessor, error: Exception) -> str:
+def blame(processor: LogitsProcessor, error: BaseException) -> str:
     """Say whose processor failed, and how."""
     if isinstance(error, IntarsiaError) and error.owner is not None:
         return text_of(error)

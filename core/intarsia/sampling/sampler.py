@@ -28,6 +28,7 @@ from intarsia.sampling.rejection import distributions, verify
 from intarsia.sampling.reports import Report, report, report_tasks
 from intarsia.sampling.state import State, Task
 from intarsia.sampling.words import Vocabulary, Words
+from intarsia.saying import is_raised
 from intarsia.types import Draft, Entered, Row, RowResult, SequenceId, TokenLogprobs, Verify, Want
 
 _RAW_NOT_FINITE: Final = "the model's logits are not finite: NaN, inf, or -inf for every token"
@@ -64,7 +65,9 @@ class Sampler:
             try:
                 if processor.applies(entered.params):
                     opened.append((processor, processor.open(entered.params, entered.num_prompt)))
-            except Exception as raised:  # as in `edit`: it ends this sequence alone
+            except BaseException as raised:  # as in `edit`: it ends this sequence alone
+                if not is_raised(raised):
+                    raise
                 state.error = blame(processor, raised)
         state.processors = tuple(opened)
 
