@@ -113,7 +113,7 @@ def test_the_page_on_families_shows_a_whole_one_and_a_line_of_the_tests():
     assert case.strip() in (ROOT / "tests/families.py").read_text()
 
 
-@pytest.mark.parametrize("page, index", [("README.md", 0), *(("docs/python-api.md", i) for i in range(5))])
+@pytest.mark.parametrize("page, index", [("README.md", 0), *(("docs/python-api.md", i) for i in range(8))])
 def test_the_shown_python_runs(page, index, capsys):
     code = re.sub(r"max_tokens=\d+", "max_tokens=4", blocks((ROOT / page).read_text(), "python")[index])
     exec(compile(code, f"{page}[{index}]", "exec"), {})
@@ -126,7 +126,7 @@ def test_the_shown_python_runs(page, index, capsys):
 
 def test_every_python_block_is_run():
     assert len(blocks(README, "python")) == 2
-    assert len(blocks(GUIDE, "python")) == 7
+    assert len(blocks(GUIDE, "python")) == 8
 
 
 # --- configs and commands ---------------------------------------------------------------------------------------------
@@ -186,6 +186,9 @@ def test_the_shown_commands_are_known(command, capsys):
     _, name, *rest = command.replace('"', "").split(" ")
     assert run([name, "--help"]) == 0
     known = capsys.readouterr().out
+    if rest and re.search(rf"^  {re.escape(rest[0])}  ", known, flags=re.MULTILINE):  # a group's command
+        assert run([name, rest[0], "--help"]) == 0
+        known = capsys.readouterr().out
     for option in (each for each in rest if each.startswith("-")):
         assert re.search(rf"(^|[\s,]){re.escape(option)}\b", known), option
     overrides = [value for flag, value in pairwise(rest) if flag == "-o"]
