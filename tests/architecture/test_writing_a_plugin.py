@@ -72,8 +72,11 @@ class Author:
         """Run the benchmark once, ask the server that is our own, and wheels by what is installed."""
         if command.startswith("intarsia bench"):
             return f"{command} --repeat 1"
-        if command.startswith(("intarsia swap", "intarsia explain --live", "intarsia control")):
+        if command.startswith(("intarsia swap", "intarsia explain --live")):
             return f"{command} --address tcp://127.0.0.1:{self.port}"
+        if command.startswith("intarsia control"):
+            socket = f"ipc://{self.folder}/intarsia-{self.port}.control"
+            return command.replace("control", f"control --control {socket}")
         return command.replace("pip wheel", f"{sys.executable} -m pip wheel --no-build-isolation")
 
     def check(self, block, said):
@@ -103,7 +106,7 @@ class Author:
         log = self.folder / "server.log"
         with log.open("w") as out:
             self.server = subprocess.Popen(words, cwd=self.folder, env=self.environ, stdout=out, stderr=out)
-        eventually(lambda: "control ipc://" in log.read_text() or self.server.poll() is not None, 120)
+        eventually(lambda: "info: ready" in log.read_text() or self.server.poll() is not None, 120)
         assert self.server.poll() is None, log.read_text()
 
 
