@@ -7,7 +7,7 @@ BUNDLE ?= dist/gpu-bundle
 BUNDLE_PYTHON ?= 3.12
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two files of tests at a time: most tests keep one core busy.
+# Two files of tests at a time: most tests keep one core busy, and many wait.
 SPREAD := -n 2 --dist loadfile
 # The site: what leads nowhere, or is in no list, is a warning and fails.
 SITE := $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/docs
@@ -21,7 +21,7 @@ test: setup  ## the suite, without what takes long
 	$(BIN)/pytest -q -m "not slow and not gpu" $(SPREAD)
 
 test-slow: setup  ## what takes long
-	$(BIN)/pytest -q -m "slow and not gpu"
+	$(BIN)/pytest -q -m "slow and not gpu" $(SPREAD)
 
 lint: setup  ## ruff, mypy strict, import rules, generated pages up to date, the site without a warning
 	$(BIN)/ruff check .
