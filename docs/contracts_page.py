@@ -1,4 +1,4 @@
-"""Write docs/contracts.md: the claims of each contract suite, and the planted faults that they find.
+"""Write docs/contracts.md: the claims of each contract suite, what it can be told, and the faults that it finds.
 
 `python docs/contracts_page.py` writes it; with `--check` it writes nothing and exits 1 where the page is stale.
 """
@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
+
+from generate import attributes_list, prose  # noqa: E402
 
 from contracts import (  # noqa: E402
     allocator_faults,
@@ -43,6 +47,9 @@ from intarsia.testing.quantizers import QuantizerContract  # noqa: E402
 from intarsia.testing.runners import RunnerContract  # noqa: E402
 from intarsia.testing.schedulers import SchedulerContract  # noqa: E402
 
+#: Longer ones are left out: the code has them.
+LONGEST_DEFAULT = 90
+
 INTRO = """\
 <!-- Written by docs/contracts_page.py from the code: change that, then run it. -->
 
@@ -61,8 +68,9 @@ class TestMine(SchedulerContract):
 ```
 
 Each test is a claim that the part must keep; one that a part does not make, such as a limit that it has no option for,
-is skipped with the reason. The suites are tested in turn: parts that are broken on purpose stand below beside the claim
-that finds them. The parts that come with Intarsia run under the same suites and keep their claims.
+is skipped with the reason. What a suite can be told stands below its claims: a subclass sets the attribute, as in
+`ages = False`, or writes the method. The suites are tested in turn: parts that are broken on purpose stand below beside
+the claim that finds them. The parts that come with Intarsia run under the same suites and keep their claims.
 
 `intarsia plugins check NAME` runs the suites on a plugin that is installed, each part under that of its kind, in a
 process of its own and from any folder; `--json` is for programs. A claim comes out as kept, skipped, broken, or untold:
@@ -102,12 +110,38 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+def told(contract: type) -> list[tuple[str, str, str]]:
+    """Return what a subclass of a contract can say, besides its provider: each name, its default and its meaning."""
+    rows = []
+    for each in contract.__mro__:
+        for name, says in attributes_list(each.__doc__ or "").items():
+            default = repr(getattr(contract, name))
+            shown = f"`{default}`" if len(default) <= LONGEST_DEFAULT and "<" not in default else ""
+            rows.append((f"`{name}`", shown, says))
+        if each.__name__.endswith("Case"):
+            rows += [(f"`{name}()`", default, says) for name, default, says in _methods(each)]
+    return rows
+
+
+def _methods(case: type) -> Iterator[tuple[str, str, str]]:
+    """Return the methods that are for subclasses to write: those above the first heading, or all that must be."""
+    above, heading, _ = inspect.getsource(case).partition("    # ---")
+    for name in re.findall(r"^    def ([a-z]\w*)", above, flags=re.MULTILINE):
+        member = inspect.getattr_static(case, name)
+        method = member.fget if isinstance(member, property) else member
+        missing = re.search(r"^        raise NotImplementedError", inspect.getsource(method), flags=re.MULTILINE)
+        if name != "provider" and (heading or missing):
+            yield name, "none: write it" if missing else "", prose(method.__doc__).split("\n\n")[0]
+
+
 def page() -> str:
     """Return docs/contracts.md."""
     parts = [INTRO]
     for title, module, contract, faults in SUITES:
         parts.append(f"## {title}\n\n`{module}.{contract.__name__}`\n")
         parts.append(table(["claim", "says"], ([f"`{each.name}`", each.says] for each in claims(contract))))
+        if can_say := told(contract):
+            parts.append(table(["can be told", "default", "is"], can_say))
         parts.append(table(["planted fault", "found by"], ([fault.says, f"`{fault.claim}`"] for fault in faults)))
     return "\n".join(parts)
 

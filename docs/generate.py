@@ -164,11 +164,11 @@ def field_docs(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if attrs.has(each):
-            docs |= _attributes_list(each.__doc__ or "") | _comments(inspect.getsource(each))
+            docs |= attributes_list(each.__doc__ or "") | _comments(inspect.getsource(each))
     return docs
 
 
-def _attributes_list(docstring: str) -> dict[str, str]:
+def attributes_list(docstring: str) -> dict[str, str]:
     lines = inspect.cleandoc(docstring).splitlines()
     if "Attributes:" not in lines:
         return {}

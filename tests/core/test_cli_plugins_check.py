@@ -299,6 +299,16 @@ def test_a_plugin_that_is_not_there_is_refused_with_the_nearest(check):
     assert err == "intarsia: error: no plugin 'inflght' is installed. Did you mean 'inflight'?\n"
 
 
+@pytest.mark.parametrize("name", ["static", "scheduler.static"])
+def test_who_names_a_part_is_told_whose_it_is(check, name):
+    code, out, err = check(name)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"intarsia: error: no plugin {name!r} is installed; it is a part of 'defaults': "
+        "intarsia plugins check defaults --part scheduler.static\n"
+    )
+
+
 def test_a_plugin_that_cannot_be_imported_is_named(install, check):
     install("import no_such_module_at_all")
     code, out, err = check("fake")

@@ -14,8 +14,9 @@ from intarsia.cli.plugins_facts import WHOLE, check_facts, names
 from intarsia.cli.plugins_report import PartReport, as_data, as_text, failing
 from intarsia.cli.plugins_trial import Contracted, Trial, check_installed
 from intarsia.cli.terminal import fail, is_terminal, note, write
-from intarsia.errors import ConfigError, did_you_mean
+from intarsia.errors import ConfigError, IntarsiaError, did_you_mean
 from intarsia.plugins import Offer, Plugin, Registry
+from intarsia.structuring import shown
 from intarsia.types import PluginsOptions
 
 #: A claim's test that takes longer hangs.
@@ -100,7 +101,24 @@ def _discover(name: str) -> Registry:
         return Registry.discover(PluginsOptions(allow=(name,)))
     except ConfigError as error:
         # In the words of this command, which has no engine.plugins.allow.
-        raise ConfigError(str(error).partition(": ")[2], field="name") from None
+        message = _whose(name) or str(error).partition(": ")[2]
+        raise ConfigError(message, field="name") from None
+
+
+def _whose(name: str) -> str:
+    """Say which plugin has a part of this name, with its slot or without; nothing where none does."""
+    try:
+        registry = Registry.discover(PluginsOptions())
+    except IntarsiaError:  # of another plugin, which nobody asked about
+        return ""
+    for offer in registry.all_offers():
+        part = f"{offer.kind.slot}.{offer.provider.key}"
+        if name in (part, offer.provider.key):
+            return (
+                f"no plugin {shown(name)} is installed; it is a part of {offer.plugin.name!r}: "
+                f"intarsia plugins check {offer.plugin.name} --part {part}"
+            )
+    return ""
 
 
 def _chosen(plugin: Plugin, offers: dict[str, Offer], parts: tuple[str, ...]) -> list[str]:
