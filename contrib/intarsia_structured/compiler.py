@@ -62,12 +62,14 @@ class Compiler:
         """Return a constraint, compiled or being compiled. Its future raises InvalidRequestError where it cannot be."""
         with self._lock:
             future = self._kept.get(constraint)
+            begun = future is None
             if future is None:
-                future = self._begin(constraint)
-                self._kept[constraint] = future
+                future = self._kept[constraint] = self._begin(constraint)
             self._kept.move_to_end(constraint)
             while len(self._kept) > self.options.cache_size:
                 self._kept.popitem(last=False)
+        if begun:  # not under the lock: of what is done already the callback runs here and now, and takes it
+            future.add_done_callback(_Keeping(weakref.ref(self), constraint))
         return future
 
     def _begin(self, constraint: Constraint) -> Future[Compiled]:
@@ -77,9 +79,7 @@ class Compiler:
             future.set_result(alive)
             return future
         work = _Work(constraint, self._tokenizer, self._sandboxes)
-        future = self._pool.submit(work.run)
-        future.add_done_callback(_Keeping(weakref.ref(self), constraint))
-        return future
+        return self._pool.submit(work.run)
 
     def settle(self, constraint: Constraint, future: Future[Compiled]) -> None:
         """Take note of a future that is done. A failure is not kept: the next to ask may have more luck with time."""

@@ -381,6 +381,20 @@ def test_equal_requests_at_once_compile_once(processor):
     assert len({id(future) for future in futures if future is not None}) <= 1
 
 
+@pytest.mark.timeout(60)
+def test_what_is_compiled_before_it_is_asked_for_again_waits_for_nobody(monkeypatch):
+    quick = processor_of()
+
+    def at_once(work):
+        future = Future()
+        future.set_result(work())
+        return future
+
+    monkeypatch.setattr(quick.compiler._pool, "submit", at_once)
+    quick.prepare(ask("regex", "b1"))
+    assert quick.prepare(ask("regex", "b1")) is None
+
+
 #: What ends a naive compiler: by time, by memory, by the stack, by size.
 PATHOLOGICAL = {
     "never ends": ("grammar", "start: A\nA: /.*a.{300}/ & /.*b.{299}/ & ~/.*c.{280}/"),

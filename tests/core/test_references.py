@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from intarsia import references
 from intarsia.errors import ConfigError, ModelNotFoundError
 from intarsia.references import KNOWN_MODELS, find_model
 
@@ -97,7 +98,7 @@ def test_a_path_that_does_not_exist_names_files_near_it(tmp_path, monkeypatch, r
     monkeypatch.setenv("HOME", str(folder))
     reference = reference.replace("{folder}", str(folder))
     message = refusal(reference)
-    assert f"no file or folder at '{reference}'" in message
+    assert f"no file or folder at {references._shown(reference)}" in message
     assert "model.gguf'?" in message
     assert "unlike" not in message
 
