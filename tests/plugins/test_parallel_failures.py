@@ -184,8 +184,10 @@ def test_a_rank_that_dies_before_it_connects_is_named(model, monkeypatch):
 
 # --- the engine's own end ---------------------------------------------------------------------------------------------
 
+#: A shell that starts the tests in the background has them ignore SIGINT, which processes inherit.
 SCRIPT = """
-import sys, time
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = {path}
 from ranks import parallel, pids
 from intarsia import SamplingParams
