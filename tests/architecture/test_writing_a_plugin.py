@@ -6,6 +6,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Author:
     folder: Path
     quick: bool
     port: int
+    runtime: Path  # a short one: the path of a socket has 107 characters at most
     ran: list[str] = attrs.field(factory=list)
     server: subprocess.Popen | None = None
 
@@ -75,7 +77,7 @@ class Author:
         if command.startswith(("intarsia swap", "intarsia explain --live")):
             return f"{command} --address tcp://127.0.0.1:{self.port}"
         if command.startswith("intarsia control"):
-            socket = f"ipc://{self.folder}/intarsia-{self.port}.control"
+            socket = f"ipc://{self.runtime}/intarsia-{self.port}.control"
             return command.replace("control", f"control --control {socket}")
         return command.replace("pip wheel", f"{sys.executable} -m pip wheel --no-build-isolation")
 
@@ -89,7 +91,7 @@ class Author:
         return kept | {
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": installed,
-            "XDG_RUNTIME_DIR": str(self.folder),
+            "XDG_RUNTIME_DIR": str(self.runtime),
             "COLUMNS": "200",
         }
 
@@ -115,11 +117,12 @@ def author(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    author = Author(tmp_path, True, port)
-    yield author
-    if author.server is not None:
-        author.server.kill()
-        author.server.wait()
+    with tempfile.TemporaryDirectory() as runtime:
+        author = Author(tmp_path, True, port, Path(runtime))
+        yield author
+        if author.server is not None:
+            author.server.kill()
+            author.server.wait()
 
 
 def commands():
