@@ -350,7 +350,8 @@ def test_keys_of_keygen_open_a_server_that_wants_them(cli, tmp_path):
     with serving(tmp_path, bind="tcp://127.0.0.1:*", **options) as running:
         eventually(lambda: running.control("status").body["state"] == "ready")
         own = ("--server-key", keys / "server.key", "--key", keys / "client.key_secret")
-        assert cli("health", "--address", running.address, *own) == (0, "ready\n", "")
+        # The server is in this process, and may log meanwhile that it has looked at the keys again.
+        assert cli("health", "--address", running.address, *own)[:2] == (0, "ready\n")
         code, out, _ = cli("health", "--address", running.address, "--timeout", "1")
         assert code == 1 and "CURVE" in out
 
