@@ -58,11 +58,8 @@ def refused(parts: Parts, slot: str, before: str) -> Iterator[None]:
     except BaseException as error:
         if not is_fault(error):
             raise
-        what = f"{slot}: the part that was to replace {before!r}"
         chosen = next((one for one in parts.selections if one.slot == slot), None)
-        if chosen is not None:
-            owner = f"plugin {chosen.plugin!r} ({chosen.distribution} {chosen.version})"
-            what = f"{owner}: {slot} {chosen.provider.key!r}"
+        what = f"{slot}: the part that was to replace {before!r}" if chosen is None else chosen.title
         text = text_of(error) if isinstance(error, IntarsiaError) else said(error)
         message = f"{what} did not take over, and {before!r} goes on: {text}"
         if isinstance(error, OverloadedError):
