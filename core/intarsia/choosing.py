@@ -129,10 +129,21 @@ class TokenChoosing:
         logits = logits_of(chosen)
         with self._times.at(SAMPLER):
             results = self._sampler.choose(rows, logits, given)
+        if not scored:
+            return results
         return [
             _with_scores(result, None if index in failed else tuple(scores[index]))
             for index, result in enumerate(results)
         ]
+
+    def are_plain(self, rows: Sequence[Row]) -> bool:
+        """Whether the likeliest ids are all that choosing for these rows takes."""
+        return self._sampler.are_plain(rows)
+
+    def take(self, rows: Sequence[Row], token_ids: Sequence[int], best: Sequence[float]) -> list[RowResult]:
+        """Choose for such rows, in the place of `choose`, from their likeliest ids and these ids' logits."""
+        with self._times.at(SAMPLER):
+            return self._sampler.take(rows, token_ids, best)
 
     def finish(self, rows: Sequence[Row], results: Sequence[RowResult], target_s: float) -> StepResult:
         """Let the drafter learn from the step and propose for the next; return the whole step's result."""

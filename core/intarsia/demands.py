@@ -53,13 +53,19 @@ class LogitsDemands:
 
     has_processors: bool
     _known: dict[SequenceId, _Known] = field(factory=dict, init=False)
+    #: those of them whose prompts are scored
+    _scored_ids: set[SequenceId] = field(factory=set, init=False)
 
     def meet(self, plan: BatchPlan) -> None:
         """Forget sequences that left, and take those that enter."""
         for sequence_id in plan.left:
             self._known.pop(sequence_id, None)
+            self._scored_ids.discard(sequence_id)
         for entered in plan.entered:
-            self._known[entered.sequence_id] = _Known.of(entered, has_processors=self.has_processors)
+            known = _Known.of(entered, has_processors=self.has_processors)
+            self._known[entered.sequence_id] = known
+            if known.num_scored:
+                self._scored_ids.add(entered.sequence_id)
 
     def of(self, rows: Sequence[Row], bounds: Sequence[int]) -> tuple[Demand, ...]:
         """Return the demands in their order: prompts that are scored, piece by piece, then tokens that are chosen.
@@ -68,6 +74,8 @@ class LogitsDemands:
             rows: some of the plan's.
             bounds: where each begins among the tokens that run with them.
         """
+        if not self._scored_ids:  # as in most steps
+            return (self._chosen(rows, bounds),)
         scored = (demand for index, row in enumerate(rows) for demand in self._scored(index, row, bounds[index]))
         return (*scored, self._chosen(rows, bounds))
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Final
 
 import torch
 from attrs import define, evolve, field
@@ -34,11 +35,15 @@ from intarsia.types import (
     Entered,
     ForwardBatch,
     Row,
+    RowResult,
     SequenceId,
     StepResult,
 )
 
 __all__ = ["LocalExecutor", "build", "forward_batch"]
+
+#: Does nothing around a block. It has no state, and is made once.
+_NOTHING: Final = nullcontext()
 
 
 @define(eq=False)
@@ -64,28 +69,30 @@ class _Step:
 
 @define
 class LocalExecutor:
-    """Runs steps in their order. To a drafter it is a `Target`."""
+    """Runs steps in their order. To a drafter it is a `Target`.
+
+    Attributes:
+        depth: as the option says. At 1 a step is over when `submit` returns.
+    """
 
     context: ExecutorContext
+    depth: int = field(init=False)
     _stage: ModelStage = field(init=False)
     _choosing: TokenChoosing = field(init=False)
     _num_scratch: int = field(default=0, init=False)
     _steps: deque[_Step] = field(factory=deque, init=False)
     _beside: torch.cuda.Stream | None = field(default=None, init=False)
     _settled: float = field(default=0.0, init=False)
+    _is_cuda: bool = field(init=False)
+    #: whether steps and their phases are marked as NVTX ranges
+    _marks: bool = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        options = self.context.options
+        self._is_cuda = self.context.engine.device.startswith("cuda")
+        self.depth = getattr(options, "depth", None) or (2 if self._is_cuda else 1)
+        self._marks = getattr(options, "nvtx", False)
         self._stage, self._choosing = build_stage(self.context), build_choosing(self.context)
-
-    @property
-    def depth(self) -> int:
-        """As the option says. At 1 a step is over when `submit` returns."""
-        depth: int | None = getattr(self.context.options, "depth", None)
-        return depth or (2 if self._is_cuda else 1)
-
-    @property
-    def _is_cuda(self) -> bool:
-        return self.context.engine.device.startswith("cuda")
 
     @property
     def resolves_pending(self) -> bool:
@@ -113,10 +120,10 @@ class LocalExecutor:
         rows: Sequence[Row],
         ids: Sequence[Sequence[int]],
         num_layers: int | None = None,
-        beside: AbstractContextManager[None] | None = None,
+        beside: AbstractContextManager[None] = _NOTHING,
     ) -> tuple[ForwardBatch, torch.Tensor]:
         """Run rows with these ids through the first layers, or all; return the batch and the residual stream (T, E)."""
-        with self._marked("prepare"), beside or nullcontext():
+        with self._marked("prepare"), beside:
             batch = self._stage.batch(rows, ids)
         batch = self._with_pending(batch, rows)
         with self._marked("layers"):
@@ -133,13 +140,17 @@ class LocalExecutor:
 
     def _marked(self, name: str) -> AbstractContextManager[None]:
         """Mark what is done under this name as an NVTX range, where a config asks for that."""
-        return torch.cuda.nvtx.range(name) if getattr(self.context.options, "nvtx", False) else nullcontext()
+        return torch.cuda.nvtx.range(name) if self._marks else _NOTHING
+
+    def _marked_step(self, plan: BatchPlan) -> AbstractContextManager[None]:
+        """Mark a step likewise."""
+        return self._marked(f"step: {len(plan.rows)} rows, {plan.num_tokens} tokens") if self._marks else _NOTHING
 
     @torch.inference_mode()
     def submit(self, plan: BatchPlan) -> None:
         """Launch the step; at a depth of 1, run it."""
         assert len(self._steps) < self.depth, "more steps in flight than `depth`"
-        with self._marked(f"step: {len(plan.rows)} rows, {plan.num_tokens} tokens"):
+        with self._marked_step(plan):
             if self._steps and self._steps[-1].picked is None:
                 self._settle(self._steps[-1])
             step = self._launch(plan)
@@ -154,7 +165,8 @@ class LocalExecutor:
         if not plan.rows:
             return step
         ids = [self._choosing.ids(row) for row in plan.rows]
-        step.batch, step.hidden_TE = self._run(plan.rows, ids, beside=self._aside())
+        beside = _NOTHING if self._beside is None else self._aside(self._beside)
+        step.batch, step.hidden_TE = self._run(plan.rows, ids, beside=beside)
         if self.depth > 1:
             if self._choosing.can_pick(plan.rows):
                 with self._marked("choose"):
@@ -165,17 +177,14 @@ class LocalExecutor:
         return step
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """Lay a batch out on a stream of its own: what comes from the host then does not wait for the step in flight.
 
         Its memory is that stream's, and is used on the other: it is kept until the step is over.
         """
-        if self._beside is None:
+        with torch.cuda.stream(stream):
             yield
-            return
-        with torch.cuda.stream(self._beside):
-            yield
-        torch.cuda.current_stream(self._stage.device).wait_stream(self._beside)
+        torch.cuda.current_stream(self._stage.device).wait_stream(stream)
 
     def _with_pending(self, batch: ForwardBatch, rows: Sequence[Row]) -> ForwardBatch:
         """Return the batch with the ids that the step in flight chose, where they are on the device still."""
@@ -208,7 +217,7 @@ class LocalExecutor:
         with self._marked("choose" if step.picked is None else "read"):
             if step.picked is None:
                 assert step.hidden_TE is not None
-                results = self._choosing.choose(rows, step.batch.bounds, partial(self._demanded, step.hidden_TE))
+                results = self._choose(rows, step.batch, step.hidden_TE)
             if step.over is not None:
                 step.over.synchronize()
             if step.picked is not None:
@@ -216,7 +225,16 @@ class LocalExecutor:
         since, self._settled = max(step.begun, self._settled), time.perf_counter()
         result = self._choosing.finish(rows, results, self._settled - since)
         swapped, swap_s = self._stage.take_swapped()
-        return evolve(result, swapped=swapped, swap_s=swap_s)
+        return evolve(result, swapped=swapped, swap_s=swap_s) if swapped else result
+
+    def _choose(self, rows: Sequence[Row], batch: ForwardBatch, hidden_TE: torch.Tensor) -> Sequence[RowResult]:
+        """Choose the tokens of rows that ran, from their likeliest ids where these are found and all that is needed."""
+        if not (self._stage.finds_likeliest and self._choosing.are_plain(rows)):
+            return self._choosing.choose(rows, batch.bounds, partial(self._demanded, hidden_TE))
+        if not len(batch.logits_L):
+            return self._choosing.take(rows, (), ())
+        ids_L, best_L = self._stage.likeliest(hidden_TE, batch.logits_L)
+        return self._choosing.take(rows, ids_L.tolist(), best_L.tolist())
 
     def _demanded(self, hidden_TE: torch.Tensor, demand: Demand) -> torch.Tensor:
         return self._logits(hidden_TE, demand.rows_L)
@@ -265,11 +283,12 @@ class LocalExecutor:
         """Fill the cache with NaN, for tests: what holds no token must not be read."""
         self._stage.fill(float("nan"))
 
-    @torch.inference_mode()
     def collect(self) -> StepResult:
         """Return the oldest step's results."""
         step = self._steps[0]
-        self._settle(step)
+        if step.result is None:
+            with torch.inference_mode():
+                self._settle(step)
         self._steps.popleft()
         assert step.result is not None
         return step.result

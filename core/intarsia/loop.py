@@ -160,13 +160,14 @@ class StepLoop:
         self.seams.take(self.parts, result)
         if not step.plan.rows:
             return
-        plan, result = step.brought(result, lambda s: self.sequences.get(s.sequence_id) is s)
+        plan, result = step.brought(result, self._is_live)
         outputs = self._accept(plan, result)
         self.counts["steps"] += 1
         self.counts["discarded_rows"] += len(step.plan.rows) - len(plan.rows)
         self.speculation.count(plan, result)
-        with self.answerable("cache", "price"):
-            self.preemption.observe(step.plan, result)
+        if self.preemption.observe(step.plan, result):
+            with self.answerable("cache", "price"):
+                self.preemption.tell()
         seconds = self._flight.seconds(step)
         # Kept before anybody is told: an observer that cancels, or runs another request, puts its outputs behind these.
         self._outbox.keep(outputs)
@@ -174,40 +175,47 @@ class StepLoop:
             self._observers.tell("step_finished", result=result, outputs=tuple(outputs), seconds=seconds)
         self._outbox.tell(outputs)
 
+    def _is_live(self, sequence: Sequence) -> bool:
+        return self.sequences.get(sequence.sequence_id) is sequence
+
     def begin(self, plan: BatchPlan, begun: float) -> Step:
         """Take note of a plan that is about to run."""
         self._check_progress(plan)
         self.preemption.begin(plan, lambda sequence_id: self.sequences[sequence_id].num_computed)
         for sequence_id in plan.preempted:
             self.sequences[sequence_id].num_computed = 0
-        for row in plan.rows:
-            self.sequences[row.sequence_id].begin(row, begun)
+        sequences = tuple([self.sequences[row.sequence_id] for row in plan.rows])
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            if sequence.started is None:
+                sequence.begin(row, begun)
         self.known.difference_update(plan.left)
-        self.known.update(entered.sequence_id for entered in plan.entered)
+        self.known.update([entered.sequence_id for entered in plan.entered])
         if self._lookahead.depth > 1 and not is_empty(plan):
             self.parts.scheduler.expect(plan, names_pending=self._lookahead.names_pending)  # type: ignore[attr-defined]
-        return Step(plan, tuple(self.sequences[row.sequence_id] for row in plan.rows), begun)
+        return Step(plan, sequences, begun)
 
     def _accept(self, plan: BatchPlan, result: StepResult) -> list[Output]:
         """Let each sequence take its tokens, then tell the cache's books and the scheduler."""
-        now = time.perf_counter()
+        now, num_tokens = time.perf_counter(), 0
         outputs = []
-        for row, row_result in zip(plan.rows, result.rows, strict=True):
-            output = self.sequences[row.sequence_id].accept(row, row_result, now)
+        sequences = [self.sequences[row.sequence_id] for row in plan.rows]
+        for sequence, row, row_result in zip(sequences, plan.rows, result.rows, strict=True):
+            output = sequence.accept(row, row_result, now)
             if output is not None:
                 outputs.append(output)
-                self.counts["generated_tokens"] += len(output.token_ids)
+                num_tokens += len(output.token_ids)
+        self.counts["generated_tokens"] += num_tokens
+        commit = self.parts.cache.commit
         with self.answerable("cache", "commit") as seam:
-            for row_result in result.rows:
-                sequence = self.sequences[row_result.sequence_id]
+            for sequence, row_result in zip(sequences, result.rows, strict=True):
                 seam.request_id = row_result.sequence_id[0]
                 if row_result.error is None:
-                    self.parts.cache.commit(sequence.sequence_id, sequence.token_ids, sequence.num_computed)
+                    commit(sequence.sequence_id, sequence.token_ids, sequence.num_computed)
         with self.answerable("scheduler", "update"):
             self.parts.scheduler.update(plan, result.rows)
-        for row in plan.rows:
-            if self.sequences[row.sequence_id].finish_reason is not None:
-                self.remove(self.sequences[row.sequence_id])
+        for sequence in sequences:
+            if sequence.finish_reason is not None:
+                self.remove(sequence)
         return outputs
 
     def rest(self) -> None:

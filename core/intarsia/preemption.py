@@ -56,6 +56,8 @@ class Preemption:
     _open_prompts: int = field(default=0, init=False)
     #: the allocator where it swaps: asked once, since a step has no time for it
     _swapping: SwappingAllocator | None = field(init=False)
+    #: whether the allocator was not told of the prices yet that are in force
+    _is_news: bool = field(default=True, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._swapping = self.allocator if isinstance(self.allocator, SwappingAllocator) else None
@@ -76,21 +78,32 @@ class Preemption:
             for row in plan.rows:
                 self.recomputed += max(0, self._lost.pop(row.sequence_id, 0) - row.start)
 
-    def observe(self, plan: BatchPlan, result: StepResult) -> None:
-        """Learn from what a step took, and tell the allocator."""
+    def observe(self, plan: BatchPlan, result: StepResult) -> bool:
+        """Learn from what a step took; return whether the allocator is to be told, by `tell`."""
         self._open_s += result.target_s
+        chooses = False
         for row in plan.rows:
-            self._open_tokens += len(row.token_ids)
-            if row.want is Want.NONE or len(row.token_ids) > row.num_drafts + 1:
-                self._open_prompts += len(row.token_ids)
-        if any(row.want is Want.LAST for row in plan.rows):
+            num_tokens = len(row.token_ids)
+            self._open_tokens += num_tokens
+            if row.want is Want.LAST:
+                chooses = True
+            if row.want is Want.NONE or num_tokens > row.num_drafts + 1:
+                self._open_prompts += num_tokens
+        if chooses:
             if 2 * self._open_prompts >= self._open_tokens:
                 self._token_s.add(self._open_s, self._open_tokens)
+                self._is_news = True
             self._open_s, self._open_tokens, self._open_prompts = 0.0, 0, 0
         if result.swapped:
             self._bytes_per_s.add(result.swapped, result.swap_s)
+            self._is_news = True
+        return self._is_news and self._swapping is not None
+
+    def tell(self) -> None:
+        """Tell an allocator that swaps the prices that are in force."""
         if self._swapping is not None:
             self._swapping.price(self.prices)
+        self._is_news = False
 
     @property
     def prices(self) -> SwapPrices:

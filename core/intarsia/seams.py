@@ -43,11 +43,11 @@ class Seams:
 
     def step(self, parts: Parts, slot: str, doing: str, request_id: str | None = None) -> Seam:
         """Return the block of a call in the middle of a step: what fails in it closes the engine."""
-        return Seam(parts, slot, doing, self._span(parts, slot), self._close, request_id)
+        return Seam(self.times, self._name(parts, slot), parts, slot, doing, self._close, request_id)
 
     def ask(self, parts: Parts, slot: str, doing: str, request_id: str | None = None) -> Seam:
         """Return the block of a call that the engine outlives, for a request or for figures."""
-        return Seam(parts, slot, doing, self._span(parts, slot), None, request_id)
+        return Seam(self.times, self._name(parts, slot), parts, slot, doing, None, request_id)
 
     def loop(self) -> Span:
         """Return the block of the engine's own work."""
@@ -58,9 +58,6 @@ class Seams:
         if result.spent:
             self.times.merge(result.spent, within=self._name(parts, "executor"))
 
-    def _span(self, parts: Parts, slot: str) -> Span:
-        return self.times.at(self._name(parts, slot))
-
     def _name(self, parts: Parts, slot: str) -> str:
         if parts.selections is not self._selections:  # a part was replaced
             self._selections = parts.selections
@@ -69,8 +66,8 @@ class Seams:
 
 
 @define(eq=False)
-class Seam:
-    """One call of a part, as a context manager.
+class Seam(Span):
+    """One call of a part, as a context manager: the span that counts it, and the name of what fails in it.
 
     Attributes:
         request_id: whom it is for, once that is known.
@@ -79,18 +76,13 @@ class Seam:
     _parts: Parts
     _slot: str
     _doing: str
-    _span: Span
     _close: Callable[[str], None] | None
     request_id: str | None
-
-    def __enter__(self) -> Seam:
-        self._span.__enter__()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._span.__exit__(kind, error, trace)
+        Span.__exit__(self, kind, error, trace)
         if error is not None and is_raised(error):
             self._fail(error)
 

@@ -27,6 +27,7 @@ class Sequence:
     """One choice of a request, from its arrival to its last output. Schedulers see it as a `SequenceView`.
 
     Attributes:
+        sequence_id: request id and choice.
         token_ids: prompt and accepted tokens.
         max_total: the most tokens it can hold.
         stop_ids: ids that end it.
@@ -46,6 +47,7 @@ class Sequence:
     stop_ids: frozenset[int]
     text: TextStream | None
     arrived: float
+    sequence_id: SequenceId = field(init=False)
     salt: str = field(init=False)
     num_computed: int = field(default=0, init=False)
     num_scored: int = field(default=0, init=False)
@@ -55,13 +57,9 @@ class Sequence:
     finish_reason: FinishReason | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.sequence_id = self.request.request_id, self.choice
         is_scored = self.params.prompt_logprobs is not None and self.choice == 0
         self.salt = secrets.token_hex(16) if is_scored else self.request.cache_salt
-
-    @property
-    def sequence_id(self) -> SequenceId:
-        """Request id and choice."""
-        return self.request.request_id, self.choice
 
     @property
     def params(self) -> SamplingParams:
@@ -86,45 +84,51 @@ class Sequence:
         )
 
     def begin(self, row: Row, now: float) -> None:
-        """Note that a step with this row is about to run."""
-        if self.started is None:
-            self.started = now
-            self.cached_tokens = row.start
+        """Note that the first step with a row of it is about to run."""
+        self.started = now
+        self.cached_tokens = row.start
 
     def accept(self, row: Row, result: RowResult, now: float) -> Output | None:
         """Take what a step chose, cut at limits and stops; None where it brought nothing to tell."""
-        scores = self._new_scores(row, result)
+        scores = self._new_scores(row, result) if result.prompt_logprobs else ()
         if result.error is not None:
             return self.finish("error", now, error=result.error, prompt_logprobs=scores)
         if not result.token_ids:
             self.num_computed = row.start + len(row.token_ids)
             return self._output(prompt_logprobs=scores) if scores else None
         tokens = result.token_ids[: self.max_total - len(self.token_ids)]
-        stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), None)
         reason: FinishReason | None = None
-        if stop is not None:
+        if not self.stop_ids.isdisjoint(tokens):
+            stop = next(i for i, token in enumerate(tokens) if token in self.stop_ids)
             tokens, reason = tokens[: stop + 1], "stop"
         text = ""
         if self.text is not None:
-            shown = tokens[:-1] if reason == "stop" and not self.params.include_stop else tokens
+            shown = tokens if reason is None or self.params.include_stop else tokens[:-1]
             text, kept = self.text.push(shown)
             if kept is not None:
                 tokens, reason = tokens[:kept], "stop"
         self.token_ids += tokens
         # The last token was chosen, not run: its key and value come with the next step.
         self.num_computed = len(self.token_ids) - 1
-        self.first_token = now if self.first_token is None else self.first_token
+        if self.first_token is None:
+            self.first_token = now
         if reason is None and len(self.token_ids) >= self.max_total:
             reason = "length"
-        facts = {"token_ids": tokens, "logprobs": result.logprobs[: len(tokens)], "prompt_logprobs": scores}
+        logprobs = result.logprobs[: len(tokens)] if result.logprobs else ()
         if reason is not None:
-            return self.finish(reason, now, text=text, **facts)
-        return self._output(text=text, **facts)
+            return self.finish(reason, now, text=text, token_ids=tokens, logprobs=logprobs, prompt_logprobs=scores)
+        return Output(
+            request_id=self.request.request_id,
+            choice=self.choice,
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=scores,
+            seed=self.seed,
+        )
 
     def _new_scores(self, row: Row, result: RowResult) -> tuple[TokenLogprobs, ...]:
         """Return those log-probabilities of the prompt that were not put out yet."""
-        if not result.prompt_logprobs:
-            return ()
         assert row.start <= self.num_scored, "the prompt's tokens run in order, and none is found in a cache"
         scores = result.prompt_logprobs[self.num_scored - row.start :]
         self.num_scored += len(scores)

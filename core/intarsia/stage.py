@@ -7,15 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 
 from intarsia.errors import ExecutionError, PluginError
 from intarsia.models.cache import TensorCache
 from intarsia.models.weights import Weights, load_weights
 from intarsia.owners import Naming, Owned, kernels_of, owned_by
-from intarsia.protocols import CacheStorage, ExecutorContext, PreparingRunner, Progress, Runner, SwappingStorage
+from intarsia.protocols import (
+    CacheStorage,
+    ExecutorContext,
+    LikeliestRunner,
+    PreparingRunner,
+    Progress,
+    Runner,
+    SwappingStorage,
+)
 from intarsia.types import CacheLayout, CacheMove, ForwardBatch, Row, Want
 
 
@@ -30,31 +40,56 @@ def forward_batch(
         layout: gives the page size, and how many groups of page tables a row has.
         device: where the tensors go.
     """
-    bounds = [0]
+    bounds, end = [0], 0
+    tokens: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
     slots: list[list[int]] = [[] for _ in layout.groups]
     size = layout.page_size
     for row, row_ids in zip(rows, ids, strict=True):
-        span = range(row.start, row.start + len(row_ids))
-        positions += span
-        for group, pages in zip(slots, row.pages, strict=True):
-            group += [pages[position // size] * size + position % size for position in span]
-        bounds.append(bounds[-1] + len(row_ids))
+        start, count = row.start, len(row_ids)
+        tokens += row_ids
+        if count == 1:  # as most rows
+            positions.append(start)
+            page, offset = divmod(start, size)
+            for group, pages in zip(slots, row.pages, strict=True):
+                group.append(pages[page] * size + offset)
+        else:
+            span = range(start, start + count)
+            positions += span
+            for group, pages in zip(slots, row.pages, strict=True):
+                group += [pages[position // size] * size + position % size for position in span]
+        end += count
+        bounds.append(end)
         if row.want is Want.LAST:
-            wanted += range(bounds[-1] - row.num_drafts - 1, bounds[-1])
+            wanted += range(end - row.num_drafts - 1, end)
 
     def tensor(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        made = torch.from_numpy(np.array(values, dtype=np.int64))
+        return made if device.type == "cpu" else made.to(device)
 
     return ForwardBatch(
-        ids_T=tensor([token for row_ids in ids for token in row_ids]),
+        ids_T=tensor(tokens),
         positions_T=tensor(positions),
         slots_T=tuple(tensor(group) for group in slots),
         bounds=tuple(bounds),
-        starts=tuple(row.start for row in rows),
-        pages=tuple(tuple(row.pages[g] for row in rows) for g in range(len(layout.groups))),
+        starts=tuple([row.start for row in rows]),
+        pages=tuple([tuple([row.pages[g] for row in rows]) for g in range(len(layout.groups))]),
         logits_L=tensor(wanted),
+    )
+
+
+def _prepared(batch: ForwardBatch, attention: Any) -> ForwardBatch:
+    """Return the batch with what was prepared for it: `evolve`, in a third of its time."""
+    return ForwardBatch(
+        ids_T=batch.ids_T,
+        positions_T=batch.positions_T,
+        slots_T=batch.slots_T,
+        bounds=batch.bounds,
+        starts=batch.starts,
+        pages=batch.pages,
+        logits_L=batch.logits_L,
+        attention=attention,
     )
 
 
@@ -63,19 +98,25 @@ class ModelStage:
     """What `intarsia.protocols.Stage` asks for, around the runner that composition chose.
 
     A part that fails here is named, on whatever rank that is, and what it takes is counted in the context's times.
+
+    Attributes:
+        device: where its tensors are.
     """
 
     context: ExecutorContext
+    device: torch.device = field(init=False)
     _runner: Runner | None = field(default=None, init=False)
     _cache: CacheStorage | None = field(default=None, init=False)
     # What the two can do besides, asked once: a step has no time for it.
     _preparing: PreparingRunner | None = field(default=None, init=False)
+    _finding: LikeliestRunner | None = field(default=None, init=False)
     _swapping: SwappingStorage | None = field(default=None, init=False)
     _names: dict[str, str] = field(init=False)
     _loading: Naming = field(init=False)
     _running: Naming = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.device = torch.device(self.context.engine.device)
         chosen = {selection.slot: selection.name for selection in self.context.selections}
         self._names = {slot: chosen.get(slot, slot) for slot in ("attention", "runner")}
         # Where ranks share the model, torch's own errors can be the fault of a neighbour: the executor tells.
@@ -84,14 +125,14 @@ class ModelStage:
         self._running = Naming(self._owned, ExecutionError, passing)
 
     @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return torch.device(self.context.engine.device)
-
-    @property
     def num_layers(self) -> int:
         """Layers that it has."""
         return self.context.spec.num_layers
+
+    @property
+    def finds_likeliest(self) -> bool:
+        """Whether its runner is a `LikeliestRunner`."""
+        return self._finding is not None
 
     @property
     def is_allocated(self) -> bool:
@@ -115,6 +156,7 @@ class ModelStage:
             )
         self._runner = context.build_runner(self._renumbered(weights))
         self._preparing = self._runner if isinstance(self._runner, PreparingRunner) else None
+        self._finding = self._runner if isinstance(self._runner, LikeliestRunner) else None
 
     def _owned(self) -> list[Owned]:
         context = self.context
@@ -151,7 +193,7 @@ class ModelStage:
         batch = forward_batch(rows, ids, context.layout, self.device)
         slot, preparing = ("attention", context.attention) if self._preparing is None else ("runner", self._preparing)
         with self._running, context.times.at(self._names[slot]):
-            return evolve(batch, attention=preparing.prepare(batch, context.layout))
+            return _prepared(batch, preparing.prepare(batch, context.layout))
 
     def run(
         self, batch: ForwardBatch, hidden_TE: torch.Tensor | None = None, num_layers: int | None = None
@@ -168,9 +210,17 @@ class ModelStage:
         with self._running, self.context.times.at(self._names["runner"]):
             return self._runner.logits(hidden_TE, indices_L)
 
+    def likeliest(self, hidden_TE: torch.Tensor, rows_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest ids (L,) and their logits (L,), see `LikeliestRunner`."""
+        assert self._finding is not None, "only where `finds_likeliest` says so"
+        with self._running, self.context.times.at(self._names["runner"]):
+            return self._finding.likeliest(hidden_TE, rows_L, self.context.num_ids)
+
     def move(self, moves: Sequence[CacheMove]) -> None:
         """Do a plan's cache work."""
         assert self._cache is not None, "allocate() comes first"
+        if not moves:
+            return
         with self._running:
             self._cache.move(moves)
 
@@ -185,7 +235,7 @@ class ModelStage:
 
     def stop(self) -> None:
         """Drop weights and cache."""
-        self._runner = None
+        self._runner = self._preparing = self._finding = None
         if self._cache is not None:
             self._cache.close()
         self._cache = self._swapping = None

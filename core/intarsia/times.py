@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from time import perf_counter
 from types import TracebackType
+from typing import Self
 
 from attrs import define, field
 
@@ -66,10 +67,11 @@ class Span:
     _outside: float = field(default=0.0, init=False)
     _begun: float = field(default=0.0, init=False)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         times = self._times
         self._outside, times._inside = times._inside, 0.0  # noqa: SLF001  both are this module's
         self._begun = perf_counter()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -28,6 +28,7 @@ from attrs import frozen
 from torch.nn import functional
 
 from intarsia.errors import CompositionError
+from intarsia.memory import empty
 from intarsia.ops import linear as reference
 from intarsia.protocols import Kernel
 from intarsia.quantizing.integers import FORMATS as INTEGER_FORMATS
@@ -150,8 +151,12 @@ def _panels(words_NS: torch.Tensor) -> torch.Tensor:
     """Lay (N, steps) words out in panels, (panels, steps, 48); outputs past N are 0."""
     outs, steps = words_NS.shape
     padded = functional.pad(words_NS, (0, 0, 0, -outs % PANEL)) if outs % PANEL else words_NS
-    # Memory of its own, aligned, whatever the words are a part of.
-    return padded.reshape(-1, PANEL, steps).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return _settled(padded.reshape(-1, PANEL, steps).transpose(1, 2))
+
+
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy to memory of its own, aligned, whatever the tensor is a part of."""
+    return empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def _rows(panels: torch.Tensor, outs: int) -> torch.Tensor:
@@ -288,11 +293,11 @@ def interleave(weight: Weight) -> Weight:
 
 def _paired(panels: torch.Tensor, outs: int) -> torch.Tensor:
     if outs % (2 * PANEL) == 0:  # the panels are there, and in another order
-        return panels.view(2, -1, *panels.shape[1:]).transpose(0, 1).flatten(0, 1)
+        return _settled(panels.view(2, -1, *panels.shape[1:]).transpose(0, 1)).flatten(0, 1)
     rows = _rows(panels, outs)
     gate, up = (functional.pad(half, (0, 0, 0, -half.shape[0] % PANEL)) for half in rows.chunk(2))
     pairs = torch.stack((gate.view(-1, PANEL, rows.shape[1]), up.view(-1, PANEL, rows.shape[1])), dim=1)
-    return pairs.flatten(0, 1).transpose(1, 2).contiguous()
+    return _settled(pairs.flatten(0, 1).transpose(1, 2))
 
 
 def struct(

@@ -40,6 +40,12 @@ def _load() -> ctypes.CDLL:
         ("head_bytes", (pointer, number), number),
         ("run", (pointer, pointer, number, number, pointer, pointer, number, pointer), None),
         ("logits", (pointer, pointer, pointer, number, pointer, pointer, number, pointer), None),
+        ("likeliest_bytes", (pointer, number, number), number),
+        (
+            "likeliest",
+            (pointer, pointer, pointer, number, number, pointer, pointer, pointer, number, pointer),
+            None,
+        ),
     ):
         function = getattr(library, f"intarsia_step_{name}")
         function.argtypes, function.restype = arguments, result
@@ -142,6 +148,28 @@ class FusedRunner:
             self._seconds,
         )
         return found
+
+    def likeliest(
+        self, hidden_TE: torch.Tensor, rows_L: torch.Tensor, num_ids: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids (L,) of some tokens' highest logits, and these (L,); see `LikeliestRunner`."""
+        hidden_TE, rows_L = hidden_TE.float().contiguous(), rows_L.contiguous()
+        ids_L, best_L = torch.empty(len(rows_L), dtype=torch.int64), torch.empty(len(rows_L))
+        model = ctypes.addressof(self.plan.model)
+        memory = self._work(self._library.intarsia_step_likeliest_bytes(model, len(rows_L), self.num_threads))
+        self._library.intarsia_step_likeliest(
+            model,
+            hidden_TE.data_ptr(),
+            rows_L.data_ptr(),
+            len(rows_L),
+            num_ids,
+            ids_L.data_ptr(),
+            best_L.data_ptr(),
+            memory,
+            self.num_threads,
+            self._seconds,
+        )
+        return ids_L, best_L
 
     def measure(self) -> Mapping[str, float]:
         """Return the seconds that each phase took since the last call, waits included; from the first call on."""

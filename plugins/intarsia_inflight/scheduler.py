@@ -136,13 +136,11 @@ class InflightScheduler:
         if step.budget:
             self._waiting.age()
             self._make_way(step)
-        turns = sorted((e for e in self._running.values() if e.is_ready), key=lambda entry: entry.turn)
-        decoding = [entry for entry in turns if entry.remaining == 1]
+        decoding, prompts = self._turns()
         for place, entry in enumerate(decoding, start=1):
             self._decode(entry, step, num_behind=len(decoding) - place)
-        for entry in turns:
-            if entry.remaining > 1:
-                self._prefill(entry, step)
+        for entry in prompts:
+            self._prefill(entry, step)
         if not (step.preempted or self._is_cramped):
             self._admit(step)
         left, self._left = tuple(self._left), []
@@ -153,6 +151,19 @@ class InflightScheduler:
             left=left,
             moves=self.allocator.take_moves(),
         )
+
+    def _turns(self) -> tuple[list[Entry], list[Entry]]:
+        """Return the running entries that are ready, those that decode and those that run a prompt, in their turn."""
+        decoding, prompts = list[Entry](), list[Entry]()
+        for entry in sorted(self._running.values(), key=_turn):
+            if not entry.is_ready:
+                continue
+            remaining = entry.remaining
+            if remaining == 1:
+                decoding.append(entry)
+            elif remaining > 1:
+                prompts.append(entry)
+        return decoding, prompts
 
     @property
     def _in_flight(self) -> bool:
@@ -191,11 +202,12 @@ class InflightScheduler:
         sequence = entry.sequence
         if sequence.sequence_id not in self._running or not step.budget:
             return
-        drafts = entry.drafts[: max(0, step.budget - 1 - num_behind)]
-        entry.drafts = ()
-        total = entry.computed + 1 + len(drafts)
-        if drafts and self.allocator.reserve(sequence.sequence_id, sequence.token_ids, total, sequence.salt) is None:
-            drafts = ()
+        drafts: tuple[int, ...] = ()
+        if entry.drafts:
+            drafts, entry.drafts = entry.drafts[: max(0, step.budget - 1 - num_behind)], ()
+            total = entry.computed + 1 + len(drafts)
+            room = self.allocator.reserve(sequence.sequence_id, sequence.token_ids, total, sequence.salt)
+            drafts = drafts if room is not None else ()
         if self._secure(entry, entry.computed + 1 + len(drafts), step):
             self._put(entry, 1, drafts, step)
 
@@ -299,19 +311,23 @@ class InflightScheduler:
     def _put(self, entry: Entry, num_tokens: int, drafts: tuple[int, ...], step: _Step) -> None:
         """Add a row."""
         sequence, start = entry.sequence, entry.computed
-        known, stop = entry.num_tokens, start + num_tokens
-        num_pending = max(0, stop - max(start, len(sequence.token_ids)))
+        sequence_id, known, stop = sequence.sequence_id, entry.num_tokens, start + num_tokens
+        token_ids = tuple(sequence.token_ids[start:stop])
         step.budget -= num_tokens + len(drafts)
-        step.rows[sequence.sequence_id] = Row(
-            sequence_id=sequence.sequence_id,
-            token_ids=(*sequence.token_ids[start:stop], *(PENDING,) * num_pending, *drafts),
+        step.rows[sequence_id] = Row(
+            sequence_id=sequence_id,
+            token_ids=token_ids + (PENDING,) * (num_tokens - len(token_ids)) + drafts,
             start=start,
             num_drafts=len(drafts),
             # The last token needs no slot, and a step adds one token besides its drafts.
             drafts_wanted=max(0, sequence.max_total - known - 2 - len(drafts)) if stop == known else 0,
             want=Want.LAST if stop == known else Want.NONE,
-            pages=self.allocator.pages(sequence.sequence_id),
+            pages=self.allocator.pages(sequence_id),
         )
+
+
+def _turn(entry: Entry) -> tuple[int, int]:
+    return entry.turn
 
 
 def build(context: PartContext) -> InflightScheduler:

@@ -27,8 +27,12 @@ class PagedAllocator:
     _held: dict[SequenceId, Held] = field(factory=dict, init=False)
     _host: HostBooks = field(init=False)
     _moves: list[CacheMove] = field(factory=list, init=False)
+    #: groups whose layers leave pages behind
+    _windowed: tuple[int, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        groups = self.layout.groups
+        self._windowed = tuple(index for index, group in enumerate(groups) if group.window is not None)
         self._pools = [Pool(self.num_pages) for _ in self.layout.groups]
         self._host = HostBooks(self.layout, self.num_host_pages, self.options.swap_when == "always")
 
@@ -98,13 +102,27 @@ class PagedAllocator:
             return self._swap_in(sequence_id, swapped, num_tokens)
         if held is None:
             return self._admit(sequence_id, token_ids, num_tokens, salt)
+        if self._has_room(held, num_tokens):
+            return held.num_computed
         needs = [self._needed(group, held, num_tokens) for group in range(len(self._pools))]
         if any(need > pool.num_available for need, pool in zip(needs, self._pools, strict=True)):
             return None
         for group, pool in enumerate(self._pools):
             self._own_next(group, held)
             self._grow(pool, held.tables[group], num_tokens)
+        held.changed()
         return held.num_computed
+
+    def _has_room(self, held: Held, num_tokens: int) -> bool:
+        """Whether no page is to be taken, as in most steps: see `_needed`."""
+        size = self.layout.page_size
+        index = held.num_computed // size
+        for pool, table in zip(self._pools, held.tables, strict=True):
+            if num_tokens > len(table) * size:
+                return False
+            if index < len(table) and pool.is_known_elsewhere(table[index]):
+                return False
+        return True
 
     def _admit(self, sequence_id: SequenceId, token_ids: Sequence[int], num_tokens: int, salt: str) -> int | None:
         chain = self._find(token_ids, salt)
@@ -158,22 +176,23 @@ class PagedAllocator:
 
     def pages(self, sequence_id: SequenceId) -> tuple[tuple[int, ...], ...]:
         """Return the page table, one tuple a group; -1 stands for pages that a window has left behind."""
-        return tuple(tuple(table) for table in self._held[sequence_id].tables)
+        return self._held[sequence_id].pages()
 
     def commit(self, sequence_id: SequenceId, token_ids: Sequence[int], num_computed: int) -> None:
         """Name the pages that are full now, and give back those that windows have left behind."""
         held = self._held[sequence_id]
         assert num_computed <= len(token_ids)
         held.num_computed = num_computed
-        if self.options.prefix:
+        if self.options.prefix and num_computed // self.layout.page_size > len(held.chain):
             self._name_full(held, token_ids)
-        for group, pool in enumerate(self._pools):
-            table = held.tables[group]
+        for group in self._windowed:
+            pool, table = self._pools[group], held.tables[group]
             for index in range(self._first_visible(group, num_computed) - 1, -1, -1):
                 if table[index] == GONE:
                     break
                 pool.drop(table[index])
                 table[index] = GONE
+                held.changed()
 
     def _name_full(self, held: Held, token_ids: Sequence[int]) -> None:
         size = self._size
@@ -192,6 +211,7 @@ class PagedAllocator:
         for pool, table in zip(self._pools, held.tables, strict=True):
             while len(table) > self._pages_for(num_tokens):
                 page = table.pop()
+                held.changed()
                 if page != GONE:
                     pool.drop(page)
 
@@ -229,6 +249,8 @@ class PagedAllocator:
 
     def take_moves(self) -> tuple[CacheMove, ...]:
         """Return the copies due before the next step, and forget them."""
+        if not self._moves:
+            return ()
         moves, self._moves = tuple(self._moves), []
         return moves
 

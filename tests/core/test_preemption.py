@@ -73,6 +73,14 @@ def test_one_that_left_is_forgotten_and_another_may_take_its_id():
     assert cost.recomputed == 0
 
 
+def observe(cost, made, result):
+    """What the step loop does after a step; return whether there was something to tell."""
+    news = cost.observe(made, result)
+    if news:
+        cost.tell()
+    return news
+
+
 # --- prices -----------------------------------------------------------------------------------------------------------
 
 
@@ -80,42 +88,49 @@ def test_before_anything_is_measured_prices_are_the_assumed_ones():
     books = Books()
     cost = Preemption(books)
     assert cost.prices == SwapPrices() and cost.stats()["token_s"] is None
-    cost.observe(plan(row(A, 5, 1)), took(1.0))  # a step that decodes
+    assert observe(cost, plan(row(A, 5, 1)), took(1.0))  # a step that decodes
     assert books.prices == SwapPrices()
+
+
+def test_steps_that_only_decode_have_nothing_new_to_tell_the_cache():
+    cost = Preemption(Books())
+    observe(cost, plan(row(A, 0, 100)), took(0.5))
+    assert not any(observe(cost, plan(row(A, start, 1)), took(0.1)) for start in range(100, 110))
+    assert observe(cost, plan(row(A, 110, 1)), took(0.1, swapped=1000, swap_s=0.5))
 
 
 def test_steps_with_mostly_prompts_say_what_a_token_takes():
     books = Books()
     cost = Preemption(books)
-    cost.observe(plan(row(A, 0, 100)), took(0.5))
+    observe(cost, plan(row(A, 0, 100)), took(0.5))
     assert books.prices.token_s == pytest.approx(0.005)
     assert books.prices.bytes_per_s == SwapPrices().bytes_per_s
-    cost.observe(plan(row(A, 100, 1), row(B, 50, 1)), took(9.0))
+    observe(cost, plan(row(A, 100, 1), row(B, 50, 1)), took(9.0))
     assert books.prices.token_s == pytest.approx(0.005)
     # Ten of 21 tokens: rows with drafts are no prompts.
-    cost.observe(plan(row(A, 100, 11, drafts=10), row(B, 0, 10)), took(9.0))
+    observe(cost, plan(row(A, 100, 11, drafts=10), row(B, 0, 10)), took(9.0))
     assert books.prices.token_s == pytest.approx(0.005)
-    cost.observe(plan(row(B, 0, 10), row(A, 100, 1)), took(0.11))
+    observe(cost, plan(row(B, 0, 10), row(A, 100, 1)), took(0.11))
     assert books.prices.token_s == pytest.approx((0.9 * 0.5 + 0.11) / (0.9 * 100 + 11))
 
 
 def test_a_step_that_chooses_no_token_is_measured_with_the_next_that_does():
     """The device may still be at work on it when its time is taken."""
     cost = Preemption(Books())
-    cost.observe(plan(row(A, 0, 400, Want.NONE)), took(0.001))
+    observe(cost, plan(row(A, 0, 400, Want.NONE)), took(0.001))
     assert cost.stats()["token_s"] is None
-    cost.observe(plan(row(A, 400, 100)), took(0.999))
+    observe(cost, plan(row(A, 400, 100)), took(0.999))
     assert cost.stats()["token_s"] == pytest.approx(1.0 / 500)
 
 
 def test_copies_say_what_a_byte_takes_and_count_by_their_size():
     books = Books()
     cost = Preemption(books)
-    cost.observe(plan(row(A, 5, 1)), took(1.0, swapped=1000, swap_s=0.5))
+    observe(cost, plan(row(A, 5, 1)), took(1.0, swapped=1000, swap_s=0.5))
     assert books.prices.bytes_per_s == 2000
-    cost.observe(plan(row(A, 6, 1)), took(1.0))
+    observe(cost, plan(row(A, 6, 1)), took(1.0))
     assert books.prices.bytes_per_s == 2000, "nothing new"
-    cost.observe(plan(row(A, 7, 1)), took(1.0, swapped=10**6, swap_s=1.0))
+    observe(cost, plan(row(A, 7, 1)), took(1.0, swapped=10**6, swap_s=1.0))
     assert books.prices.bytes_per_s == pytest.approx((900 + 10**6) / (0.45 + 1.0))
     assert cost.stats()["swap"]["bytes_per_s"] == books.prices.bytes_per_s
     assert cost.stats()["swap"]["outs"] == 2
@@ -123,13 +138,13 @@ def test_copies_say_what_a_byte_takes_and_count_by_their_size():
 
 def test_a_clock_that_stood_still_divides_nothing_by_zero():
     cost = Preemption(Books())
-    cost.observe(plan(row(A, 0, 10)), took(0.0, swapped=10, swap_s=0.0))
+    observe(cost, plan(row(A, 0, 10)), took(0.0, swapped=10, swap_s=0.0))
     assert cost.prices == SwapPrices()
 
 
 def test_a_cache_that_never_swaps_is_told_nothing():
     cost = Preemption(object())
-    cost.observe(plan(row(A, 0, 10)), took(1.0))
+    observe(cost, plan(row(A, 0, 10)), took(1.0))
     assert cost.stats() == {"preempted": 0, "recomputed_tokens": 0, "token_s": 0.1, "swap": None}
 
 

@@ -124,7 +124,8 @@ int check() {
   args.scale = 1 / std::sqrt((float)dim);
   args.soft_cap = whole(0, 1) ? 5.0f : 0.0f;
   const int num_threads = whole(1, 4);
-  for (int thread = 0; thread < num_threads; thread++) attention_part(args, attention::bundle(args), thread, num_threads);
+  const attention::Schedule schedule(args, num_threads);
+  for (int thread = 0; thread < num_threads; thread++) attention_part(args, schedule, thread);
 
   for (int row = 0; row < num_rows; row++) {
     for (int token = bounds[row]; token < bounds[row + 1]; token++) {

@@ -1,12 +1,13 @@
 // Fused steps of random small models over memory of exactly their size, with NaN in every slot that nothing was written
 // to: what is read or written beyond, the sanitizers see. A batch's bits must not depend on its threads.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <random>
 #include <vector>
 
-#include "step.h"
+#include "step_head.h"
 
 namespace {
 
@@ -165,6 +166,27 @@ struct Batch {
   }
 };
 
+/// Exit where the likeliest ids of tokens are not those of their logits (T, V).
+void expect_likeliest(const StepModel& model, const std::vector<float>& hidden, const std::vector<int64_t>& rows,
+                      const std::vector<float>& logits, int num_threads) {
+  const auto num_rows = (int64_t)rows.size();
+  for (const int64_t num_ids : {model.vocab_size, (model.vocab_size + 1) / 2, (int64_t)1}) {
+    Bytes memory(step::likeliest_bytes(model, num_rows, num_threads));
+    std::vector<int64_t> ids(rows.size());
+    std::vector<float> best(rows.size());
+    step::likeliest(model, hidden.data(), rows.data(), num_rows, num_ids, ids.data(), best.data(), memory.data.get(),
+                    num_threads, nullptr);
+    for (size_t row = 0; row < rows.size(); row++) {
+      const float* of_row = logits.data() + row * (size_t)model.vocab_size;
+      const float* right = std::max_element(of_row, of_row + num_ids);
+      if (ids[row] != right - of_row || best[row] != *right) {
+        printf("row %zu: likeliest of %d is %d, %g\n", row, (int)num_ids, (int)ids[row], best[row]);
+        exit(1);
+      }
+    }
+  }
+}
+
 /// The logits of a batch, (T, V).
 std::vector<float> logits(const Model& made, Batch& rows, int num_threads) {
   const StepModel& model = made.model;
@@ -210,6 +232,7 @@ std::vector<float> logits(const Model& made, Batch& rows, int num_threads) {
   std::vector<float> found((size_t)(batch.num_tokens * model.vocab_size), NAN);
   Bytes head(step::head_bytes(model, batch.num_tokens));
   step::logits(model, hidden.data(), all.data(), batch.num_tokens, found.data(), head.data.get(), num_threads, nullptr);
+  expect_likeliest(model, hidden, all, found, num_threads);
   return found;
 }
 

@@ -13,6 +13,8 @@ from families import CASES, saved
 from intarsia import SamplingParams
 from intarsia.errors import CompositionError
 from intarsia.hookspecs import hookimpl
+from intarsia.protocols import LikeliestRunner
+from intarsia.sampling.arithmetic import FAILED, likeliest_ids
 from intarsia.testing import poison_cache, prompt_logits
 from intarsia.testing.runners import RunnerContract
 from intarsia.types import DENSE, MoeSpec, Provider, Unfit, Weight
@@ -209,6 +211,33 @@ def test_more_rows_of_logits_than_the_head_takes_at_once_are_the_same_rows(tmp_p
         found = prompt_logits(engine, prompt)
         assert torch.equal(prompt_logits(engine, prompt, chunk=100), found)
     assert float((found - reference(model, prompt)).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_likeliest_ids_are_those_of_the_logits(tiny, dtype):
+    generator = torch.Generator().manual_seed(3)
+    with tiny.engine(dtype=dtype, threads=2) as engine:
+        runner = engine.parts.executor._stage._runner
+        assert isinstance(runner, LikeliestRunner)
+        hidden = torch.randn(300, runner.spec.embed_dim, generator=generator)
+        hidden[7] = float("nan")
+        rows = torch.randperm(300, generator=generator)
+        for num_ids in (runner.spec.vocab_size, runner.spec.vocab_size - 3, 1):
+            ids, best = runner.likeliest(hidden, rows, num_ids)
+            expected_ids, expected = likeliest_ids(runner.logits(hidden, rows)[:, :num_ids])
+            assert torch.equal(ids, expected_ids)
+            assert torch.equal(best.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+            assert ids[rows == 7].tolist() == [FAILED]
+
+
+def test_of_equal_logits_the_lowest_id_is_likeliest_and_without_finite_ones_none_is(llama):
+    with llama.engine(threads=2) as engine:
+        runner = engine.parts.executor._stage._runner
+        rows, vocab = torch.arange(2), runner.spec.vocab_size
+        ids, best = runner.likeliest(torch.zeros(2, runner.spec.embed_dim), rows, vocab)
+        assert (ids.tolist(), best.tolist()) == ([0, 0], [0.0, 0.0])
+        ids, _ = runner.likeliest(torch.full((2, runner.spec.embed_dim), torch.inf), rows, vocab)
+        assert ids.tolist() == [FAILED] * 2
 
 
 @pytest.mark.parametrize("sizes", [{"hidden": 40, "heads": 5, "kv_heads": 1, "ffn": 33, "head_dim": 10}, {"ffn": 1}])

@@ -151,6 +151,30 @@ class Runner(Protocol):
 
 
 @runtime_checkable
+class LikeliestRunner(Protocol):
+    """What a runner can do besides: find the likeliest ids of tokens, so that nobody reads their logits.
+
+    Asked in the place of `Runner.logits` where no row of a step asks for more: all are greedy, none reports
+    log-probabilities, and nothing changes their logits.
+    """
+
+    def likeliest(
+        self, hidden_TE: torch.Tensor, rows_L: torch.Tensor, num_ids: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the id of each token's highest logit (L,), int64, and that logit (L,), fp32.
+
+        They are those of `logits(hidden_TE, rows_L)[:, :num_ids]`, bit for bit: of equal logits the lowest id. Where a
+        logit of these is NaN, so is the logit that is returned; where it is that or infinite, the id is -1.
+
+        Args:
+            hidden_TE: the residual stream.
+            rows_L: indices into it, at least one.
+            num_ids: ids from here on have logits in a padded vocabulary and no token.
+        """
+        ...
+
+
+@runtime_checkable
 class PreparingRunner(Protocol):
     """What a runner can do besides: decide what is prepared for a step, in the attention backend's place."""
 

@@ -47,12 +47,13 @@ class Drawn:
 
 def edit(tasks: Sequence[Task], logits_LV: torch.Tensor) -> Picks:
     """Change logits in place by penalties, biases, processors and bans; return the likeliest of what is left."""
-    penalise(tasks, logits_LV)
-    add_biases(tasks, logits_LV)
-    failed = dict(found for task in tasks if (found := _process(task, logits_LV)))
     if not tasks:
-        return Picks([], [], failed)
-    held = ban(tasks, logits_LV)
+        return Picks([], [], {})
+    editing = [task for task in tasks if task.state.edits]
+    penalise(editing, logits_LV)
+    add_biases(editing, logits_LV)
+    failed = dict(found for task in editing if (found := _process(task, logits_LV)))
+    held = ban(editing, logits_LV)
     token_ids, best = likeliest(logits_LV)
     for index, stops in held.items():
         if best[index] == -torch.inf:

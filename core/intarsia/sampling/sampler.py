@@ -70,6 +70,7 @@ class Sampler:
                     raise
                 state.error = blame(processor, raised)
         state.processors = tuple(opened)
+        state.complete()
 
     def _ban_words(self, state: State) -> str | None:
         """Begin to keep banned words out of an answer; return why that cannot be."""
@@ -102,10 +103,8 @@ class Sampler:
 
     def scored(self, row: Row) -> range:
         """Return the indices into a row's ids after which a token of the prompt follows that is to be scored."""
-        state = self._states[row.sequence_id]
-        if state.params.prompt_logprobs is None or state.choice != 0:
-            return range(0)
-        return range(min(len(row.token_ids), max(0, state.history.num_prompt - 1 - row.start)))
+        num_scored = self._states[row.sequence_id].num_scored
+        return range(min(len(row.token_ids), max(0, num_scored - row.start)))
 
     def score(self, row: Row, indices: range, logits_LV: torch.Tensor) -> tuple[TokenLogprobs, ...]:
         """Score the prompt's tokens that follow some of those that `scored` gave. Call it before `choose`.
@@ -152,6 +151,40 @@ class Sampler:
             verify(tasks, logits, probabilities, picks)
         results = {task.sequence_id: _settle(task, picks, raw, firsts.get(task.sequence_id)) for task in tasks}
         return [results.get(row.sequence_id) or self._unchosen(row) for row in rows]
+
+    def are_plain(self, rows: Sequence[Row]) -> bool:
+        """Whether the likeliest id after each token that wants one is all that these rows need: then `take` serves."""
+        for row in rows:
+            state = self._states[row.sequence_id]
+            if row.start < state.num_scored or state.error is not None:
+                return False
+            if not state.is_plain and row.want is not Want.NONE:
+                return False
+        return True
+
+    def take(self, rows: Sequence[Row], token_ids: Sequence[int], best: Sequence[float]) -> list[RowResult]:
+        """Do what `choose` does for such rows, from what `arithmetic.likeliest` finds in their rows of logits.
+
+        Args:
+            rows: the plan's, of which `are_plain` said so.
+            token_ids: L likeliest ids.
+            best: their logits.
+        """
+        results, first = [], 0
+        for row in rows:
+            sequence_id = row.sequence_id
+            if row.want is Want.NONE:
+                results.append(RowResult(sequence_id=sequence_id))
+                continue
+            stop = first + row.num_drafts + 1
+            accepted = accept(row.token_ids[len(row.token_ids) - row.num_drafts :], token_ids[first:stop])
+            if accepted[-1] == FAILED:
+                results.append(RowResult(sequence_id=sequence_id, error=failure(best[first + len(accepted) - 1])))
+            else:
+                self._states[sequence_id].extend(accepted)
+                results.append(RowResult(sequence_id=sequence_id, token_ids=tuple(accepted)))
+            first = stop
+        return results
 
     def guess(
         self, sequence_ids: Sequence[SequenceId], drafts: Sequence[Sequence[int]], logits_RV: torch.Tensor

@@ -32,6 +32,9 @@ class State:
         stops_N: ids that are not chosen before `min_tokens`.
         words: texts that the answer never holds; None where there are none.
         processors: those that it asked for, opened.
+        num_scored: how many first tokens of the prompt have logits that are scored.
+        edits: whether anything changes its logits before a token is chosen.
+        is_plain: whether the likeliest id of its logits is all that is needed of them. Both are settled by `complete`.
         error: what failed before its first token.
     """
 
@@ -46,6 +49,9 @@ class State:
     stops_N: np.ndarray
     words: Words | None = None
     processors: tuple[tuple[LogitsProcessor, SequenceProcessor], ...] = ()
+    num_scored: int = 0
+    edits: bool = True
+    is_plain: bool = False
     error: str | None = None
 
     @classmethod
@@ -54,6 +60,7 @@ class State:
         params = entered.params
         settings = Settings.of(params)
         bias_ids_N = known_ids(params.logit_bias, num_ids)
+        is_scored = params.prompt_logprobs is not None and entered.sequence_id[1] == 0
         return cls(
             params=params,
             settings=settings,
@@ -64,13 +71,14 @@ class State:
             biases_N=np.array([params.logit_bias[token] for token in bias_ids_N.tolist()], dtype=np.float64),
             banned_N=known_ids(params.banned_token_ids, num_ids),
             stops_N=known_ids(entered.stop_ids if params.min_tokens else (), num_ids),
+            num_scored=max(0, entered.num_prompt - 1) if is_scored else 0,
         )
 
-    @property
-    def edits(self) -> bool:
-        """Whether anything changes its logits before a token is chosen."""
+    def complete(self) -> None:
+        """Take note that its words and processors are known."""
         static = len(self.bias_ids_N) + len(self.banned_N) + len(self.stops_N) > 0
-        return static or self.settings.penalises or self.words is not None or bool(self.processors)
+        self.edits = static or self.settings.penalises or self.words is not None or bool(self.processors)
+        self.is_plain = self.settings.is_greedy and not self.edits and self.params.logprobs is None
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take what was chosen."""

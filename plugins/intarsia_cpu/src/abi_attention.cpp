@@ -11,7 +11,11 @@ API int64_t intarsia_attention_args_bytes() {
 }
 
 API void intarsia_attention(const AttentionArgs* args, int num_threads) {
-  const attention::Rows rows = attention::bundle(*args);
+  std::optional<attention::Schedule> schedule;
 #pragma omp parallel num_threads(num_threads)
-  attention_part(*args, rows, omp_get_thread_num(), omp_get_num_threads());
+  {
+#pragma omp single
+    schedule.emplace(*args, omp_get_num_threads());  // which can be fewer than were asked for
+    attention_part(*args, *schedule, omp_get_thread_num());
+  }
 }

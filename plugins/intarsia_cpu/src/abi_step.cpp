@@ -1,5 +1,5 @@
 // The C ABI of the fused step. Pointers are to memory that the caller owns and that outlives the call.
-#include "step.h"
+#include "step_head.h"
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -12,12 +12,16 @@ API void intarsia_step_sizes(int64_t sizes[5]) {
   sizes[4] = sizeof(StepBatch);
 }
 
-/// Bytes of work memory for `intarsia_step_run`, and for `intarsia_step_logits` of so many rows.
+/// Bytes of work memory for `intarsia_step_run`, and for `intarsia_step_logits` and `_likeliest` of so many rows.
 API int64_t intarsia_step_bytes(const StepModel* model, int64_t num_tokens, int64_t num_threads) {
   return step::step_bytes(*model, num_tokens, static_cast<int>(num_threads));
 }
 API int64_t intarsia_step_head_bytes(const StepModel* model, int64_t num_rows) {
   return step::head_bytes(*model, num_rows);
+}
+
+API int64_t intarsia_step_likeliest_bytes(const StepModel* model, int64_t num_rows, int64_t num_threads) {
+  return step::likeliest_bytes(*model, num_rows, num_threads);
 }
 
 /// Run layers first..last of the model; `hidden` (T, E) fp32 is written from the ids, or taken up where there are none.
@@ -32,4 +36,13 @@ API void intarsia_step_logits(const StepModel* model, const float* hidden, const
                               float* logits, void* memory, int64_t num_threads, double* seconds) {
   step::logits(*model, hidden, rows, num_rows, logits, static_cast<uint8_t*>(memory), static_cast<int>(num_threads),
                seconds);
+}
+
+/// Write the ids (n,) of those tokens' highest logits among the first `num_ids`, and these logits (n,). Of equal ones the
+/// lowest id; -1 where the logit is NaN, as it is where any is, or infinite.
+API void intarsia_step_likeliest(const StepModel* model, const float* hidden, const int64_t* rows, int64_t num_rows,
+                                 int64_t num_ids, int64_t* ids, float* best, void* memory, int64_t num_threads,
+                                 double* seconds) {
+  step::likeliest(*model, hidden, rows, num_rows, num_ids, ids, best, static_cast<uint8_t*>(memory),
+                  static_cast<int>(num_threads), seconds);
 }

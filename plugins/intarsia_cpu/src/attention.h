@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 
 #include "attention_args.h"
 #include "attention_products.h"
@@ -24,6 +25,7 @@
 namespace attention {
 
 using key_tiles::Floats;
+using key_tiles::Foresight;
 using key_tiles::MAX_DIM;
 using key_tiles::Pages;
 using key_tiles::Places;
@@ -41,17 +43,20 @@ struct State {
 };
 
 template <class Words, class Number>
-static void enter(const Job& job, State<Words>& state) {
+static void enter(const Job& job, const Parts& parts, State<Words>& state) {
   const AttentionArgs& args = job.args;
   const int words = key_tiles::words<Words>(args.head_dim), width = key_tiles::padded(args.head_dim);
-  job.each_row([&](int row, int first, int query, int count) {
-    for (int i = first; i < first + count; i++, query++) {
-      state.token[i] = args.bounds[row] + query / job.group;
-      state.head[i] = job.kv_head * job.group + query % job.group;
-      state.position[i] = args.starts[row] + query / job.group;
-    }
-  });
-  for (int i = 0; i < job.end - job.begin; i++) {
+  for (const Part& part : parts) {
+    job.each_row([&](int row, int begin, int end) {
+      for (int q = std::max(begin, part.begin); q < std::min(end, part.end); q++) {
+        const int i = part.first + q - part.begin, token = (q - begin) / job.group;
+        state.token[i] = args.bounds[row] + token;
+        state.head[i] = part.kv_head * job.group + (q - begin) % job.group;
+        state.position[i] = args.starts[row] + token;
+      }
+    });
+  }
+  for (int i = 0; i < job.size(); i++) {
     const int64_t offset = state.token[i] * args.query_token_stride + state.head[i] * args.query_head_stride;
     Words::copy(state.queries + i * words, (const Number*)args.queries + offset, args.head_dim);
     std::fill_n(state.mixed + i * width, width, 0.0f);
@@ -64,7 +69,7 @@ template <class Words, class Number>
 static void leave(const Job& job, const State<Words>& state) {
   const AttentionArgs& args = job.args;
   const int width = key_tiles::padded(args.head_dim);
-  for (int i = 0; i < job.end - job.begin; i++) {
+  for (int i = 0; i < job.size(); i++) {
     Number* target = (Number*)args.out + state.token[i] * args.out_token_stride + state.head[i] * args.out_head_stride;
     const F share = isa::set(1.0f / isa::sum(isa::load(state.total + i * LANES)));
     for (int d = 0; d < args.head_dim; d += LANES) {
@@ -76,18 +81,17 @@ static void leave(const Job& job, const State<Words>& state) {
 
 // --- tiles -----------------------------------------------------------------------------------------------------------
 
-/// Let R queries, the block's `first` and those behind it, take in one tile, of whose keys those before `last` are packed;
-/// `soon`, if any, is the tile that comes next.
+/// Let R queries, the block's `first` and those behind it, take in one tile, of whose keys those before `last` are packed.
 template <class Words, int R>
 static void take(const Job& job, int first, int tile, int last, const key_tiles::Tile<Words>& packed, State<Words>& state,
-                 const Places* soon) {
+                 Foresight* foresight) {
   const int words = key_tiles::words<Words>(job.args.head_dim), width = key_tiles::padded(job.args.head_dim);
   alignas(64) float scores[R * TILE];
   alignas(64) typename Words::Word weights[R * TILE / Words::NUMBERS];
   alignas(64) float kept[LANES];
   Seen seen[R];
   scores_of<Words, R>(state.queries + first * words, words, packed.keys, last, scores,
-                      Foresight::of(soon, soon ? soon->keys : nullptr, words));
+                      foresight);
   for (int r = 0; r < R; r++) {
     // Vectors of keys behind the last were not multiplied; what stands there is hidden.
     for (int k = (last + LANES - 1) / LANES * LANES; k < TILE; k += LANES) isa::store(scores + r * TILE + k, isa::zero());
@@ -99,27 +103,26 @@ static void take(const Job& job, int first, int tile, int last, const key_tiles:
   run(scoring, packed, scores, seen, state.peak + first, state.total + first * LANES, weights, kept);
   const int steps = (last + Words::NUMBERS - 1) / Words::NUMBERS;
   mix_all<Words, R>(weights, kept, steps, packed.values, width, state.mixed + first * width,
-                    Foresight::of(soon, soon ? soon->values : nullptr, steps));
+                    foresight);
 }
 
 template <class Words>
 static void take_some(int count, const Job& job, int first, int tile, int last, const key_tiles::Tile<Words>& packed,
-                      State<Words>& state, const Places* soon) {
+                      State<Words>& state, Foresight* foresight) {
   switch (count) {
-    case 1: return take<Words, 1>(job, first, tile, last, packed, state, soon);
-    case 2: return take<Words, 2>(job, first, tile, last, packed, state, soon);
-    case 3: return take<Words, 3>(job, first, tile, last, packed, state, soon);
-    case 4: return take<Words, 4>(job, first, tile, last, packed, state, soon);
-    case 5: return take<Words, (ROWS > 4 ? 5 : 1)>(job, first, tile, last, packed, state, soon);
-    default: return take<Words, (ROWS > 4 ? 6 : 1)>(job, first, tile, last, packed, state, soon);
+    case 1: return take<Words, 1>(job, first, tile, last, packed, state, foresight);
+    case 2: return take<Words, 2>(job, first, tile, last, packed, state, foresight);
+    case 3: return take<Words, 3>(job, first, tile, last, packed, state, foresight);
+    case 4: return take<Words, 4>(job, first, tile, last, packed, state, foresight);
+    case 5: return take<Words, (ROWS > 4 ? 5 : 1)>(job, first, tile, last, packed, state, foresight);
+    default: return take<Words, (ROWS > 4 ? 6 : 1)>(job, first, tile, last, packed, state, foresight);
   }
 }
 
 /// The tiles of a job, one after the other.
-template <class Entry>
 class Walk {
  public:
-  explicit Walk(const Job& job) : job_(job), stretches_(job) {}
+  Walk(const Job& job, const Parts& parts) : stretches_(job, parts) {}
 
   /// Go to the next tile, or the first; false where there is none.
   bool next() {
@@ -131,86 +134,138 @@ class Walk {
     return true;
   }
   const Stretch& stretch() const { return stretches_.all[at_]; }
-  Pages<Entry> pages() const {
-    const AttentionArgs& args = job_.args;
-    const int64_t head = job_.kv_head * args.kv_head_stride, scales = job_.kv_head * args.scale_head_stride;
-    return {(const Entry*)args.keys + head,
-            (const Entry*)args.values + head,
-            args.key_scales + scales,
-            args.value_scales + scales,
-            args.pages + args.page_bounds[stretch().row],
-            args.page_stride,
-            args.slot_stride,
-            args.scale_page_stride,
-            args.scale_slot_stride,
-            args.page_size,
-            args.head_dim,
-            stretch().lowest,
-            stretch().highest};
-  }
 
   int tile = 0;
 
  private:
-  const Job& job_;
   const Stretches stretches_;
   int at_ = -1;
 };
 
-/// Compute up to BLOCK queries. `next`, if any, is the job that follows.
+/// Where a kv head's keys and values of a stretch lie.
+template <class Entry>
+static Pages<Entry> pages_of(const AttentionArgs& args, const Stretch& stretch, int kv_head) {
+  const int64_t head = kv_head * args.kv_head_stride, scales = kv_head * args.scale_head_stride;
+  return {(const Entry*)args.keys + head,
+          (const Entry*)args.values + head,
+          args.key_scales + scales,
+          args.value_scales + scales,
+          args.pages + args.page_bounds[stretch.row],
+          args.page_stride,
+          args.slot_stride,
+          args.scale_page_stride,
+          args.scale_slot_stride,
+          args.page_size,
+          args.head_dim,
+          stretch.lowest,
+          stretch.highest};
+}
+
+/// Goes ahead of a thread's jobs, from tile to tile, and foresees what they will read.
+class Scout {
+ public:
+  Scout(const AttentionArgs& args, const Schedule& schedule, int thread) : args_(args), schedule_(schedule), thread_(thread) {}
+
+  /// Go to the next tile, or the first; false where there is none.
+  bool next() {
+    while (!walk_ || !walk_->next()) {
+      walk_.reset();
+      if (index_ == schedule_.num_jobs(thread_)) return false;
+      const Job job = schedule_.job(args_, thread_, index_++);
+      parts_.emplace(job);
+      walk_.emplace(job, *parts_);
+    }
+    return true;
+  }
+  /// Foresee tiles until so many bytes are not asked for yet, or all are.
+  template <class Entry>
+  void look(int64_t bytes, Foresight& foresight) {
+    while (foresight.bytes() < bytes && foresight.has_room() && next()) {
+      const Pages<Entry> pages = pages_of<Entry>(args_, walk_->stretch(), parts_->all[0].kv_head);
+      pages.foresee(walk_->tile, parts_->size, args_.kv_head_stride, args_.scale_head_stride, foresight);
+    }
+  }
+
+ private:
+  const AttentionArgs& args_;
+  const Schedule& schedule_;
+  const int thread_;
+  int index_ = 0;
+  std::optional<Parts> parts_;
+  std::optional<Walk> walk_;
+};
+
+/// Let those queries of a part that see it take a tile in.
+template <class Words>
+static void take_part(const Job& job, Range queries, int tile, int last, const key_tiles::Tile<Words>& packed,
+                      State<Words>& state, Foresight& foresight) {
+  for (int first = (int)queries.begin, count; first < queries.end; first += count) {
+    count = std::min(ROWS, (int)queries.end - first);
+    const bool before = state.position[first + count - 1] < tile;
+    const bool behind = job.lowest(state.position[first]) >= tile + TILE;
+    if (before || behind) continue;
+    take_some<Words>(count, job, first, tile, last, packed, state, foresight.is_over() ? nullptr : &foresight);
+  }
+}
+
+/// Bytes of whole tiles of some kv heads.
+template <class Entry>
+static int64_t tile_bytes(const AttentionArgs& args, int heads) {
+  return 2 * heads * TILE * args.head_dim * (int64_t)sizeof(Entry);
+}
+
 template <class Words, class Query, class Entry>
-static void run(const Job& job, const Job* next) {
+static void run(const Job& job, Scout& scout, Foresight& foresight) {
   State<Words> state;
   key_tiles::Tile<Words> packed;
-  Places places[2];  // of this tile and the next, by turns
-  enter<Words, Query>(job, state);
+  Places places;
+  const Parts parts(job);
+  enter<Words, Query>(job, parts, state);
   packed.scaled = Pages<Entry>::SCALED;
-  Walk<Entry> walk(job), ahead(job);
-  ahead.next();
-  ahead.pages().locate(ahead.tile, places[0]);
-  for (int turn = 0; walk.next(); turn ^= 1) {
-    const Places* soon = &places[turn ^ 1];
-    if (ahead.next()) {
-      ahead.pages().locate(ahead.tile, places[turn ^ 1]);
-    } else if (next != nullptr) {
-      Walk<Entry> after(*next);
-      after.next();
-      after.pages().locate(after.tile, places[turn ^ 1]);
-    } else {
-      soon = nullptr;
-    }
-    key_tiles::pack<Words, Entry>(packed, places[turn], job.args.head_dim);
-    if constexpr (Pages<Entry>::SCALED) walk.pages().read_scales(walk.tile, places[turn], packed);
-    const int end = walk.stretch().end;
-    for (int first = walk.stretch().first, count; first < end; first += count) {
-      count = std::min(ROWS, end - first);
-      const bool before = state.position[first + count - 1] < walk.tile;
-      const bool behind = job.lowest(state.position[first]) >= walk.tile + TILE;
-      if (before || behind) continue;
-      take_some<Words>(count, job, first, walk.tile, places[turn].last, packed, state, soon);
-      soon = nullptr;
+  for (Walk walk(job, parts); walk.next();) {
+    // While a tile is worked on as much is asked for as it has.
+    scout.look<Entry>(tile_bytes<Entry>(job.args, parts.size), foresight);
+    for (const Part& part : parts) {
+      const Range queries = walk.stretch().of(part);
+      if (queries.begin >= queries.end) continue;
+      const Pages<Entry> pages = pages_of<Entry>(job.args, walk.stretch(), part.kv_head);
+      pages.locate(walk.tile, places);
+      key_tiles::pack<Words, Entry>(packed, places, job.args.head_dim, foresight);
+      if constexpr (Pages<Entry>::SCALED) pages.read_scales(walk.tile, packed);
+      take_part<Words>(job, queries, walk.tile, places.last, packed, state, foresight);
     }
   }
   leave<Words, Query>(job, state);
 }
 
-static void run_any(const Job& job, const Job* next) {
-  const bool halves = job.args.queries_bf16;
-  switch (job.args.entry) {
-    case entries::INT8: return halves ? run<key_tiles::Halves, bf16_t, int8_t>(job, next) : run<Floats, float, int8_t>(job, next);
-    case entries::BF16: return halves ? run<key_tiles::Halves, bf16_t, bf16_t>(job, next) : run<Floats, float, bf16_t>(job, next);
-    default: return halves ? run<Floats, bf16_t, float>(job, next) : run<Floats, float, float>(job, next);
+template <class Run>
+static void with_entry(const AttentionArgs& args, Run&& run) {
+  switch (args.entry) {
+    case entries::INT8: return run(int8_t());
+    case entries::BF16: return run(bf16_t());
+    default: return run(float());
   }
 }
 
 }  // namespace attention
 
-/// This thread's share of a layer's attention. `rows` are `bundle`'s, of the same rows and pages.
-static void attention_part(const AttentionArgs& args, const attention::Rows& rows, int thread, int num_threads) {
-  std::optional<attention::Job> waiting;  // runs when the one behind it is known
-  attention::each_job(args, rows, thread, num_threads, [&](const attention::Job& job) {
-    if (waiting) attention::run_any(*waiting, &job);
-    waiting.emplace(job);
+/// This thread's share of a layer's attention. The schedule is that of its rows, pages, heads and window.
+static void attention_part(const AttentionArgs& args, const attention::Schedule& schedule, int thread) {
+  using namespace attention;
+  using key_tiles::Halves;
+  with_entry(args, [&](auto entry) {
+    using Entry = decltype(entry);
+    constexpr bool widens = std::is_same_v<Entry, float>;  // queries of bf16 meet floats as floats
+    Scout scout(args, schedule, thread);
+    scout.next();  // the first tile is read at once
+    Foresight foresight;
+    for (int i = 0; i < schedule.num_jobs(thread); i++) {
+      const Job job = schedule.job(args, thread, i);
+      if (args.queries_bf16) {
+        run<std::conditional_t<widens, Floats, Halves>, bf16_t, Entry>(job, scout, foresight);
+      } else {
+        run<Floats, float, Entry>(job, scout, foresight);
+      }
+    }
   });
-  if (waiting) attention::run_any(*waiting, nullptr);
 }

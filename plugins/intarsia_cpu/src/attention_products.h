@@ -40,13 +40,13 @@ struct Scoring {
 /// scores[r][...] = queries[r] . keys, for N vectors of keys. `foresight` asks for others between the steps.
 template <class Words, int R, int N>
 static INLINE void score(const typename Words::Word* queries, int words, const typename Words::Word* keys, float* scores,
-                         Foresight foresight) {
+                         Foresight* foresight) {
   F sums[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) sums[r][n] = isa::zero();
   for (int w = 0; w < words; w++) {
     typename Words::Vector key[N];
     UNROLL for (int n = 0; n < N; n++) key[n] = Words::load(keys + w * TILE + n * LANES);
-    foresight.at(w);
+    if (foresight) foresight->ask(2);
     UNROLL for (int r = 0; r < R; r++) {
       const typename Words::Vector query = Words::broadcast(queries + r * words + w);
       UNROLL for (int n = 0; n < N; n++) Words::multiply_add(sums[r][n], key[n], query);
@@ -59,13 +59,12 @@ static INLINE void score(const typename Words::Word* queries, int words, const t
 template <class Words, int R>
 static __attribute__((noinline)) void scores_of(const typename Words::Word* queries, int words,
                                                 const typename Words::Word* keys, int count, float* scores,
-                                                Foresight foresight) {
+                                                Foresight* foresight) {
   const int end = (count + LANES - 1) / LANES;
   int n = 0;
   const auto some = [&](auto width) {
     score<Words, R, width()>(queries, words, keys + n * LANES, scores + n * LANES, foresight);
     n += width();
-    foresight = {};
   };
   while (end - n >= VECTORS) some(std::integral_constant<int, VECTORS>());
   while (VECTORS > 2 && end - n >= 2) some(std::integral_constant<int, 2>());
@@ -168,7 +167,7 @@ static INLINE void weigh(const Scoring& scoring, const key_tiles::Tile<Words>& p
 /// mixed[r][...] = mixed[r][...] * kept[r] + weights[r] . values, for N vectors of dimensions and `steps` words of keys.
 template <class Words, int R, int N>
 static INLINE void mix(const typename Words::Word* weights, const float* kept, int steps,
-                       const typename Words::Word* values, int width, float* mixed, Foresight foresight) {
+                       const typename Words::Word* values, int width, float* mixed, Foresight* foresight) {
   F sums[R][N];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int n = 0; n < N; n++) {
     sums[r][n] = isa::load(mixed + r * width + n * LANES) * isa::set(kept[r]);
@@ -176,7 +175,7 @@ static INLINE void mix(const typename Words::Word* weights, const float* kept, i
   for (int s = 0; s < steps; s++) {
     typename Words::Vector value[N];
     UNROLL for (int n = 0; n < N; n++) value[n] = Words::load(values + s * width + n * LANES);
-    foresight.at(s);
+    if (foresight) foresight->ask(2);
     UNROLL for (int r = 0; r < R; r++) {
       const typename Words::Vector weight = Words::broadcast(weights + r * (TILE / Words::NUMBERS) + s);
       UNROLL for (int n = 0; n < N; n++) Words::multiply_add(sums[r][n], value[n], weight);
@@ -188,12 +187,11 @@ static INLINE void mix(const typename Words::Word* weights, const float* kept, i
 template <class Words, int R>
 static __attribute__((noinline)) void mix_all(const typename Words::Word* weights, const float* kept, int steps,
                                               const typename Words::Word* values, int width, float* mixed,
-                                              Foresight foresight) {
+                                              Foresight* foresight) {
   int d = 0;
   const auto some = [&](auto vectors) {
     mix<Words, R, vectors()>(weights, kept, steps, values + d, width, mixed + d, foresight);
     d += vectors() * LANES;
-    foresight = {};
   };
   while (width - d >= VECTORS * LANES) some(std::integral_constant<int, VECTORS>());
   while (VECTORS > 2 && width - d >= 2 * LANES) some(std::integral_constant<int, 2>());

@@ -213,6 +213,16 @@ static INLINE F abs(F a) {
 static INLINE F select(I mask, F yes, F no) {
   return mask ? yes : no;
 }
+/// Whether any lane of a mask is set.
+static INLINE bool any(I mask) {
+#if ISA_AVX512
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#else
+  bool found = false;
+  for (int lane = 0; lane < LANES; lane++) found |= mask[lane] != 0;
+  return found;
+#endif
+}
 /// Whether the first `count` lanes are equal numbers.
 static INLINE bool same(F a, F b, int count) {
 #if ISA_AVX512
@@ -416,6 +426,10 @@ static INLINE void dot4_into(I& acc, I a, I b) {
 /// Ask for the cache line at this address to be brought into L2; any address will do.
 static INLINE void prefetch(const void* address) {
   __builtin_prefetch(address, 0, 2);
+}
+/// The same for a line that is read once: it takes nobody's place in the caches behind the first.
+static INLINE void prefetch_once(const void* address) {
+  __builtin_prefetch(address, 0, 0);
 }
 
 }  // namespace isa

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -104,7 +105,7 @@ struct Tile {
 /// Where the keys and values of a tile lie, in bytes: of its positions, first..last may be read.
 struct Places {
   const char *keys, *values;
-  int row_bytes, first = 0, last = 0;
+  int first, last;
   int64_t offsets[TILE];
 
   template <class Entry>
@@ -117,24 +118,53 @@ struct Places {
   }
 };
 
-/// Asks for a tile's keys, or its values, while products of another are computed, some rows a step: pages are scattered,
-/// and too short for the machine to foresee.
-struct Foresight {
-  const Places* places;  // null asks for nothing
-  const char* base;
-  int rows;
+/// Asks for memory that will be read, some lines at a time, while other is worked on: pages are scattered, and too short
+/// for the machine to foresee. Evenly, since what is asked for in a burst blocks what is read meanwhile.
+class Foresight {
+ public:
+  /// Bytes that are not asked for yet.
+  int64_t bytes() const { return bytes_; }
+  bool is_over() const { return first_ == end_; }
+  /// Whether there is room for a tile's slots.
+  bool has_room() const { return end_ - first_ < MAX_RUNS / 2; }
 
-  static Foresight of(const Places* places, const char* base, int steps) {
-    return {places, base, (TILE + steps - 1) / steps};
+  /// Foresee `bytes` from here on, behind all else. Past a bound, nothing.
+  void add(const char* begin, int64_t bytes) {
+    Run& last = at(end_ - 1);
+    if (!is_over() && last.end == begin) {
+      last.end += bytes;
+    } else if (end_ - first_ < MAX_RUNS) {
+      at(end_++) = {begin, begin + bytes};
+    } else {
+      return;
+    }
+    bytes_ += bytes;
   }
-  INLINE void at(int step) const {
-    if (places == nullptr) return;
-    const int end = std::min((step + 1) * rows, places->last);
-    for (int key = std::max(step * rows, places->first); key < end; key++) {
-      const char* row = base + places->offsets[key];
-      for (int byte = 0; byte < places->row_bytes; byte += 64) isa::prefetch(row + byte);
+
+  /// Ask for so many lines; some more than a run has, where it ends.
+  INLINE void ask(int lines) {
+    if (is_over()) return;
+    Run& run = at(first_);
+    const char* line = run.begin;
+    for (int i = 0; i < lines; i++) isa::prefetch(line + 64 * i);
+    run.begin = line + 64 * lines;
+    bytes_ -= 64 * lines;
+    if (run.begin >= run.end) {
+      bytes_ += run.begin - run.end;
+      first_++;
     }
   }
+
+ private:
+  struct Run {
+    const char *begin, *end;
+  };
+  static constexpr unsigned MAX_RUNS = 512;  // a power of two
+  Run& at(unsigned index) { return runs_[index % MAX_RUNS]; }
+
+  Run runs_[MAX_RUNS];
+  unsigned first_ = 0, end_ = 0;  // of a ring
+  int64_t bytes_ = 0;
 };
 
 /// Where the keys and values of one row and kv head lie, and which positions of them may be read: begin..end.
@@ -154,26 +184,40 @@ struct Pages {
   void locate(int tile, Places& places) const {
     places.keys = (const char*)keys;
     places.values = (const char*)values;
-    places.row_bytes = head_dim * (int)sizeof(Entry);
-    places.first = std::max(begin - tile, 0);
-    places.last = std::min(end - tile, TILE);
-    each_run(tile, places, [&](int key, int64_t page, int slot, int some) {
+    places.first = first(tile);
+    places.last = last(tile);
+    each_run(tile, [&](int key, int64_t page, int slot, int some) {
       const int64_t offset = page * page_stride + slot * slot_stride;
       for (int i = 0; i < some; i++) places.offsets[key + i] = (offset + i * slot_stride) * (int64_t)sizeof(Entry);
-      if constexpr (SCALED) {
-        const int64_t scale = page * scale_page_stride + slot * scale_slot_stride;
-        isa::prefetch(key_scales + scale);
-        isa::prefetch(value_scales + scale);
+    });
+  }
+
+  /// Foresee the tile of this kv head and of those behind it, `heads` in all, whose strides are given.
+  void foresee(int tile, int heads, int64_t head_stride, int64_t scale_head_stride, Foresight& foresight) const {
+    const int dense = slot_stride == head_dim ? TILE : 1;  // slots that lie end to end
+    each_run(tile, [&](int, int64_t page, int slot, int some) {
+      for (int head = 0; head < heads; head++) {
+        for (int i = 0; i < some; i += dense) {
+          const int64_t offset = head * head_stride + page * page_stride + (slot + i) * slot_stride;
+          const int64_t bytes = std::min(some - i, dense) * head_dim * (int64_t)sizeof(Entry);
+          foresight.add((const char*)(keys + offset), bytes);
+          foresight.add((const char*)(values + offset), bytes);
+        }
+        if constexpr (SCALED) {
+          const int64_t scale = head * scale_head_stride + page * scale_page_stride + slot * scale_slot_stride;
+          isa::prefetch(key_scales + scale);
+          isa::prefetch(value_scales + scale);
+        }
       }
     });
   }
 
   /// Read a tile's scales; those of positions that may not be read are 0.
   template <class Words>
-  void read_scales(int tile, const Places& places, Tile<Words>& packed) const {
+  void read_scales(int tile, Tile<Words>& packed) const {
     std::fill_n(packed.key_scales, TILE, 0.0f);
     std::fill_n(packed.value_scales, TILE, 0.0f);
-    each_run(tile, places, [&](int key, int64_t page, int slot, int some) {
+    each_run(tile, [&](int key, int64_t page, int slot, int some) {
       const int64_t scale = page * scale_page_stride + slot * scale_slot_stride;
       for (int i = 0; i < some; i++) {
         packed.key_scales[key + i] = key_scales[scale + i * scale_slot_stride];
@@ -183,11 +227,15 @@ struct Pages {
   }
 
  private:
+  int first(int tile) const { return std::max(begin - tile, 0); }
+  int last(int tile) const { return std::min(end - tile, TILE); }
+
   /// Call `run(key, page, slot, count)` for each run of a tile's positions that one page holds.
   template <class Run>
-  INLINE void each_run(int tile, const Places& places, Run&& run) const {
-    for (int key = places.first; key < places.last;) {
-      const int slot = (tile + key) % page_size, some = std::min(page_size - slot, places.last - key);
+  INLINE void each_run(int tile, Run&& run) const {
+    const int to = last(tile);
+    for (int key = first(tile); key < to;) {
+      const int slot = (tile + key) % page_size, some = std::min(page_size - slot, to - key);
       run(key, pages[(tile + key) / page_size], slot, some);
       key += some;
     }
@@ -226,27 +274,26 @@ static INLINE void transpose(Vector* rows) {
 
 // --- packing ---------------------------------------------------------------------------------------------------------
 
-/// Transpose LANES keys at a time, of which those in first..last are read.
+/// Transpose LANES keys at a time. For those outside first..last stands another that may be read: their scores are hidden.
 template <class Words, class Entry>
-static void pack_keys(typename Words::Word* target, const Places& places, int dim) {
+static void pack_keys(typename Words::Word* target, const Places& places, int dim, Foresight& foresight) {
   const int first = places.first, last = places.last;
   using Vector = typename Words::Vector;
   constexpr int FULL = LANES * Words::NUMBERS;
   const int total = words<Words>(dim);
   for (int from = first / LANES * LANES; from < last; from += LANES) {
-    const bool whole = from >= first && from + LANES <= last;
+    const Entry* keys[LANES];
+    UNROLL for (int key = 0; key < LANES; key++) keys[key] = places.key<Entry>(std::clamp(from + key, first, last - 1));
     for (int word = 0; word < total; word += LANES) {
       Vector rows[LANES];
       const int begin = word * Words::NUMBERS, count = std::min(dim - begin, FULL);
-      if (whole && count == FULL) {
-        UNROLL for (int key = 0; key < LANES; key++) rows[key] = Words::row(places.key<Entry>(from + key) + begin, FULL);
+      if (count == FULL) {
+        UNROLL for (int key = 0; key < LANES; key++) rows[key] = Words::row(keys[key] + begin, FULL);
       } else {
-        UNROLL for (int key = 0; key < LANES; key++) {
-          const bool holds = from + key >= first && from + key < last;
-          rows[key] = holds ? Words::row(places.key<Entry>(from + key) + begin, count) : Vector{};
-        }
+        UNROLL for (int key = 0; key < LANES; key++) rows[key] = Words::row(keys[key] + begin, count);
       }
       transpose(rows);
+      foresight.ask(8);
       const int some = std::min(LANES, total - word);
       UNROLL for (int w = 0; w < LANES; w++) {
         if (w < some) Words::store(target + (word + w) * TILE + from, rows[w]);
@@ -258,11 +305,12 @@ static void pack_keys(typename Words::Word* target, const Places& places, int di
 }
 
 template <class Entry>
-static void pack_values(float* target, const Places& places, int dim) {
+static void pack_values(float* target, const Places& places, int dim, Foresight& foresight) {
   const int first = places.first, last = places.last;
   const int width = padded(dim);
   std::fill_n(target, first * width, 0.0f);
   for (int key = first; key < last; key++) {
+    foresight.ask(2);
     for (int d = 0; d < dim; d += LANES) {
       isa::store(target + key * width + d, Floats::row(places.value<Entry>(key) + d, std::min(LANES, dim - d)));
     }
@@ -270,33 +318,52 @@ static void pack_values(float* target, const Places& places, int dim) {
 }
 
 #if ISA_AVX512 && defined(__AVX512BF16__)
-/// Two keys' values side by side in a word, dimension by dimension.
+/// Two keys' values side by side in a word, dimension by dimension. For a key that there is not, zeros.
 template <class Entry>
-static void pack_values(uint32_t* target, const Places& places, int dim) {
-  const int first = places.first, last = places.last;
-  alignas(64) int16_t order[64];  // 0, 32, 1, 33, ...: a number of the one, a number of the other
-  for (int i = 0; i < 64; i++) order[i] = (int16_t)(i / 2 + i % 2 * 32);
-  const __m512i lower = _mm512_load_si512(order), upper = _mm512_load_si512(order + 32);
+static INLINE void pack_pair(uint32_t* target, const Entry* even, const Entry* odd, int dim) {
+  alignas(64) static constexpr auto ORDER = [] {  // 0, 32, 1, 33, ...: a number of the one, a number of the other
+    std::array<int16_t, 64> order{};
+    for (int i = 0; i < 64; i++) order[(size_t)i] = (int16_t)(i / 2 + i % 2 * 32);
+    return order;
+  }();
+  const __m512i lower = _mm512_load_si512(&ORDER[0]), upper = _mm512_load_si512(&ORDER[32]);
   const int width = padded(dim);
-  std::fill_n(target, first / 2 * width, 0u);
-  for (int key = first / 2 * 2; key < last; key += 2) {
-    uint32_t* words = target + key / 2 * width;
-    for (int d = 0; d < dim; d += 32) {
-      const int count = std::min(32, dim - d);
-      const __m512i even = key >= first ? (__m512i)Pairs::row(places.value<Entry>(key) + d, count) : __m512i{};
-      const __m512i odd = key + 1 < last ? (__m512i)Pairs::row(places.value<Entry>(key + 1) + d, count) : __m512i{};
-      _mm512_storeu_si512(words + d, _mm512_permutex2var_epi16(even, lower, odd));
-      if (width - d > 16) _mm512_storeu_si512(words + d + 16, _mm512_permutex2var_epi16(even, upper, odd));
-    }
+  for (int d = 0; d < dim; d += 32) {
+    const int count = std::min(32, dim - d);
+    const __m512i first = even ? (__m512i)Pairs::row(even + d, count) : __m512i{};
+    const __m512i second = odd ? (__m512i)Pairs::row(odd + d, count) : __m512i{};
+    _mm512_storeu_si512(target + d, _mm512_permutex2var_epi16(first, lower, second));
+    if (width - d > 16) _mm512_storeu_si512(target + d + 16, _mm512_permutex2var_epi16(first, upper, second));
   }
+}
+
+template <class Entry>
+static void pack_values(uint32_t* target, const Places& places, int dim, Foresight& foresight) {
+  const int first = places.first, last = places.last, width = padded(dim);
+  std::fill_n(target, first / 2 * width, 0u);
+  const auto pair = [&](int key, const Entry* even, const Entry* odd) {
+    foresight.ask(2);
+    pack_pair(target + key / 2 * width, even, odd, dim);
+  };
+  int key = first;
+  if (key % 2) pair(key, nullptr, places.value<Entry>(key)), key++;
+  if (dim == 64) {  // as most models have it: a loop for the compiler to unroll
+    for (; key + 1 < last; key += 2) {
+      foresight.ask(2);
+      pack_pair(target + key / 2 * 64, places.value<Entry>(key), places.value<Entry>(key + 1), 64);
+    }
+  } else {
+    for (; key + 1 < last; key += 2) pair(key, places.value<Entry>(key), places.value<Entry>(key + 1));
+  }
+  if (key < last) pair(key, places.value<Entry>(key), nullptr);
 }
 #endif
 
 /// Pack a tile: zeros before its first key, nothing behind its last.
 template <class Words, class Entry>
-static void pack(Tile<Words>& packed, const Places& places, int head_dim) {
-  pack_keys<Words, Entry>(packed.keys, places, head_dim);
-  pack_values<Entry>(packed.values, places, head_dim);
+static void pack(Tile<Words>& packed, const Places& places, int head_dim, Foresight& foresight) {
+  pack_keys<Words, Entry>(packed.keys, places, head_dim, foresight);
+  pack_values<Entry>(packed.values, places, head_dim, foresight);
 }
 
 }  // namespace key_tiles

@@ -104,16 +104,16 @@ static inline int64_t unit_bytes(const Linear& layer) { return panel_bytes(layer
 
 /// Products of rows `begin` to `end` (at most MAX_BLOCK_ROWS) with one panel: (rows, PANEL) totals.
 ///
-/// One tile waits for memory: what it needs soon is fetched. Several fetch what lies `next` bytes on, which this thread
-/// reads after this panel. Where they widen weights they take the columns in chunks, which are widened once for all of
-/// them. Each output's sums are the same either way.
+/// One tile waits for memory: what it needs soon is fetched. Several fetch among them what lies `next` bytes on, which this
+/// thread reads after this panel. Where they widen weights they take the columns in chunks, which are widened once for all
+/// of them. Each output's sums are the same either way.
 static void products(const Linear& layer, const Activations& x, Range rows, int64_t panel, int64_t next, float* totals) {
   const int64_t num_rows = rows.end - rows.begin;
   const Words words = words_of(layer), wide = widens(words, num_rows) ? widened(words) : words;
   const uint8_t* weights = layer.panels + panel * panel_bytes(layer);
   memset(totals, 0, sizeof(float) * (size_t)(num_rows * PANEL));
   if (num_rows <= max_rows(words)) {
-    const Tile tile{layer, x, rows.begin, panel, 0, layer.ins, weights, {4096, true}, totals};
+    const Tile tile{layer, x, rows.begin, panel, 0, layer.ins, weights, {weights + DISTANCE, 1}, totals};
     return compute_tile(words, (int)num_rows, tile);
   }
   alignas(64) uint8_t widened_chunk[CHUNK_BYTES];
@@ -128,11 +128,10 @@ static void products(const Linear& layer, const Activations& x, Range rows, int6
       read = widened_chunk;
     }
     for (int64_t i = 0; i < num_tiles; i++) {
-      // Tiles of even height: 9 rows are 5 and 4. The first three each fetch a third of what is next; of two, the second
-      // fetches two thirds.
-      const Range part = share(num_rows, (int)i, (int)num_tiles);
-      const Ahead ahead{words == wide && i < 3 ? next + 64 * i : 0, num_tiles == 2 && i == 1};
-      const Tile tile{layer, x, rows.begin + part.begin, panel, begin, end, read, ahead, totals + part.begin * PANEL};
+      const Range part = share(num_rows, (int)i, (int)num_tiles);  // tiles of even height: 9 rows are 5 and 4
+      const int64_t fetched = words == wide ? next + panel_bytes(layer) * i / num_tiles : 0;
+      const Tile tile{layer, x, rows.begin + part.begin, panel, begin, end, read, {weights + fetched, (int)num_tiles},
+                      totals + part.begin * PANEL};
       compute_tile(wide, (int)(part.end - part.begin), tile);
     }
   }
@@ -164,11 +163,12 @@ static inline Range units_of(const Linear& layer, int64_t num_blocks, int thread
   return share(num_blocks * ((layer.outs + PANEL - 1) / PANEL), thread, num_threads);
 }
 
-/// This thread's share of a linear layer over rows 0 to `num_rows` of prepared activations. No barrier inside.
+/// Call `run(rows, panel, next)` for each of this thread's units of work on rows 0 to `num_rows`; `next` is for `products`.
 ///
 /// `then` is the layer that runs next, or null: what this thread reads of it first is fetched on the way.
-static void linear_part(const Linear& layer, const Activations& x, int64_t num_rows, const Output& out, int thread,
-                        int num_threads, const Linear* then = nullptr) {
+template <class Run>
+static INLINE void each_unit(const Linear& layer, const Activations& x, int64_t num_rows, int thread, int num_threads,
+                             const Linear* then, Run&& run) {
   const int64_t num_panels = (layer.outs + PANEL - 1) / PANEL;
   const int64_t most = rows_a_block(x), num_blocks = (num_rows + most - 1) / most;
   const Range units = units_of(layer, num_blocks, thread, num_threads);
@@ -182,8 +182,34 @@ static void linear_part(const Linear& layer, const Activations& x, int64_t num_r
     }
     const Range groups = share(num_groups, (int)(unit / num_panels), (int)num_blocks);
     const int64_t end = groups.end * MAX_ROWS;
-    panel_rows(layer, x, out, {groups.begin * MAX_ROWS, end < num_rows ? end : num_rows}, panel, next);
+    run(Range{groups.begin * MAX_ROWS, end < num_rows ? end : num_rows}, panel, next);
   }
+}
+
+/// This thread's share of a linear layer over rows 0 to `num_rows` of prepared activations. No barrier inside.
+static void linear_part(const Linear& layer, const Activations& x, int64_t num_rows, const Output& out, int thread,
+                        int num_threads, const Linear* then = nullptr) {
+  each_unit(layer, x, num_rows, thread, num_threads, then, [&](Range rows, int64_t panel, int64_t next) {
+    panel_rows(layer, x, out, rows, panel, next);
+  });
+}
+
+/// The same without anything behind the product but scales and bias, a panel at a time: call `take(row, column, value,
+/// count)` for each vector of a row's outputs, of which `count` are there. The layer has no gate.
+template <class Take>
+static void each_output(const Linear& layer, const Activations& x, int64_t num_rows, int thread, int num_threads, Take&& take) {
+  each_unit(layer, x, num_rows, thread, num_threads, nullptr, [&](Range rows, int64_t panel, int64_t next) {
+    alignas(64) float totals[MAX_BLOCK_ROWS * PANEL];
+    products(layer, x, rows, panel, next, totals);
+    const int64_t column = panel * PANEL;
+    const int count = (int)(layer.outs - column < PANEL ? layer.outs - column : PANEL);
+    for (int64_t row = rows.begin; row < rows.end; row++) {
+      for (int i = 0; i < count; i += LANES) {
+        const int left = count - i < LANES ? count - i : LANES;
+        take(row, column + i, scaled(layer, totals + (row - rows.begin) * PANEL, panel, column, i, left), left);
+      }
+    }
+  });
 }
 
 }  // namespace linear

@@ -28,18 +28,30 @@ constexpr bool widens(Words words, int64_t num_rows) {
   return words != widened(words) && num_rows > max_rows(words) && (words != Words::INT4 || MAX_ROWS < 8);
 }
 
-/// What a tile asks to be brought into L2 while it walks a panel: from each step, `distance` bytes on, a whole step or a
-/// line of it. The hardware alone leaves a third of the memory's bandwidth unused.
+/// What the tiles of a panel ask for while they walk it, line after line: `sharers` of them together as much as the panel
+/// holds, at an even pace, since memory waits for nobody. The hardware alone leaves a third of its bandwidth unused.
+///
+/// A single tile reads a line once, and leaves the caches to all else: what the engine around the kernels reads and writes
+/// stays there. Several tiles find it in L2.
 struct Ahead {
-  int64_t distance;
-  bool whole;
+  const uint8_t* from;  // the next line
+  int sharers;
+  int due = 0;  // sharers' parts of lines that are not asked for yet
 };
+/// How far ahead a single tile asks, in bytes.
+constexpr int64_t DISTANCE = 8 << 10;
 
 template <int64_t BYTES>
-static INLINE void fetch(const uint8_t* weights, Ahead ahead) {
-  isa::prefetch(weights + ahead.distance);
-  if (ahead.whole) {
-    UNROLL for (int64_t line = 64; line < BYTES; line += 64) isa::prefetch(weights + ahead.distance + line);
+static INLINE void fetch(Ahead& ahead) {
+  constexpr int LINES = (BYTES + 63) / 64;
+  if (ahead.sharers == 1) {
+    UNROLL for (int line = 0; line < LINES; line++) isa::prefetch_once(ahead.from + 64 * line);
+    ahead.from += BYTES;
+  } else {
+    for (ahead.due += LINES; ahead.due >= ahead.sharers; ahead.due -= ahead.sharers) {
+      isa::prefetch(ahead.from);
+      ahead.from += 64;
+    }
   }
 }
 
@@ -72,11 +84,11 @@ static INLINE void dot_into(Sum<WORDS>& sum, I weights, I row) {
 /// Add the products of `steps` steps, column by column.
 template <int ROWS, Words WORDS>
 static INLINE void walk(Sum<WORDS> (&sums)[ROWS][VECTORS], const Table<WORDS>& table, const uint8_t* w,
-                        const uint8_t* rows, int64_t row_bytes, int64_t steps, Ahead ahead) {
+                        const uint8_t* rows, int64_t row_bytes, int64_t steps, Ahead& ahead) {
   constexpr int PARTS = num_parts(WORDS);
   for (int64_t k = 0; k < steps; k++, w += step_bytes(WORDS), rows += 4 * PARTS) {
     I words[VECTORS];
-    fetch<step_bytes(WORDS)>(w, ahead);
+    fetch<step_bytes(WORDS)>(ahead);
     if constexpr (!is_sparse(WORDS)) {
       UNROLL for (int v = 0; v < VECTORS; v++) words[v] = isa::load_int(w + 4 * v * LANES);
     }
@@ -223,13 +235,14 @@ static __attribute__((noinline)) void grouped_tile(const Tile& tile) {
   const int64_t bytes = is_integer(WORDS) ? 1 : widened(WORDS) == Words::BF16 ? 2 : 4;
   const uint8_t *w = tile.weights, *rows = tile.x.data + tile.row * tile.x.row_bytes;
   Totals<ROWS> totals(tile.totals);
+  Ahead ahead = tile.ahead;
   for (int64_t column = tile.begin; column < tile.end; column += layer.group) {
     const Group group = group_of(tile, column / layer.group);
     const int64_t width = tile.end - column < layer.group ? tile.end - column : layer.group;
     const int64_t steps = (width + COLUMNS - 1) / COLUMNS;
     Sum<WORDS> sums[ROWS][VECTORS] = {};
     if constexpr (is_integer(WORDS)) begin_integers<ROWS>(tile, group, sums);
-    walk<ROWS, WORDS>(sums, table, w, rows + column * bytes, tile.x.row_bytes, steps, tile.ahead);
+    walk<ROWS, WORDS>(sums, table, w, rows + column * bytes, tile.x.row_bytes, steps, ahead);
     if constexpr (is_integer(WORDS)) {
       add_integers<ROWS>(tile, group, sums, totals);
     } else {
@@ -251,8 +264,9 @@ static __attribute__((noinline)) void whole_tile(const Tile& tile) {
     UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = isa::load(tile.totals + r * PANEL + v * LANES);
   }
   const uint8_t* rows = tile.x.data + tile.row * tile.x.row_bytes + tile.begin * BYTES;
+  Ahead ahead = tile.ahead;
   walk<ROWS, WORDS>(sums, table, tile.weights, rows, tile.x.row_bytes, (tile.end - tile.begin + COLUMNS - 1) / COLUMNS,
-                    tile.ahead);
+                    ahead);
   UNROLL for (int r = 0; r < ROWS; r++) {
     UNROLL for (int v = 0; v < VECTORS; v++) isa::store(tile.totals + r * PANEL + v * LANES, sums[r][v]);
   }

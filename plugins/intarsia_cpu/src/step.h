@@ -69,7 +69,7 @@ struct Step {
   float* hidden;     // (T, E): the residual stream
   uint8_t* queries;  // (T, H D) in the model's dtype
   uint8_t* mixed;    // (T, H D) likewise: what attention gives
-  const std::vector<attention::Rows>& rows;  // of each cache group
+  const Schedules& schedules;
   SpinBarrier& barrier;
   std::atomic<int64_t>* turns;  // blocks taken, one counter for each half of a layer
 
@@ -132,12 +132,15 @@ static void place(const Step& step, const StepLayer& layer, const StepCache& cac
   }
 }
 
-/// This thread's share of a layer's attention.
-static void attend(const Step& step, int64_t index, int thread, int num_threads) {
+/// What a layer's attention is told.
+static AttentionArgs attention_of(const Step& step, int64_t index) {
   const StepLayer& layer = step.model.layers[index];
-  const AttentionArgs args =
-      attention_args(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed);
-  attention_part(args, step.rows[layer.group], thread, num_threads);
+  return attention_args(step.model, layer, step.batch, step.batch.caches[index], step.queries, step.mixed);
+}
+
+/// This thread's share of a layer's attention.
+static void attend(const Step& step, int64_t index, int thread) {
+  attention_part(attention_of(step, index), step.schedules.of(index), thread);
 }
 
 /// Add to the residual what a block gave, behind its norm and its scale.
@@ -222,7 +225,7 @@ static void layer_by_outputs(const Step& step, int64_t index, const Part& part, 
     meter.mark(phase);
   };
   before_attention(step, layer, step.batch.caches[index], part, sync);
-  attend(step, index, part.thread, part.num_threads);
+  attend(step, index, part.thread);
   sync(ATTENTION);
   after_attention(step, layer, linear_after(step.model, index), part, sync);
 }
@@ -236,8 +239,7 @@ static void each_block(const Step& step, std::atomic<int64_t>& turn, int64_t siz
   }
 }
 
-static void layer_by_rows(const Step& step, int64_t index, int64_t size, const Work& work, int thread,
-                          int num_threads, Meter& meter) {
+static void layer_by_rows(const Step& step, int64_t index, int64_t size, const Work& work, int thread, Meter& meter) {
   const StepLayer& layer = step.model.layers[index];
   auto sync = [&meter](Phase phase) { meter.mark(phase); };
   each_block(step, step.turns[0], size, work,
@@ -246,7 +248,7 @@ static void layer_by_rows(const Step& step, int64_t index, int64_t size, const W
   meter.mark(PLACE);
   // Behind this barrier nobody counts with the first counter, until the one behind attention has been passed.
   if (thread == 0) step.turns[0].store(0, std::memory_order_relaxed);
-  attend(step, index, thread, num_threads);
+  attend(step, index, thread);
   step.barrier.wait();
   meter.mark(ATTENTION);
   each_block(step, step.turns[1], size, work,
@@ -343,15 +345,19 @@ static void run(const StepModel& model, const StepBatch& batch, int64_t first, i
   const int64_t shared = carver.used();
   Carver measured(nullptr);
   carve_work(measured, model, widths, size ? size : count);
-  const std::vector<attention::Rows> rows = bundles(model, batch, first, last);
   std::optional<SpinBarrier> barrier;
+  std::optional<Schedules> schedules;
   std::atomic<int64_t> turns[2] = {{0}, {0}};
 #pragma omp parallel num_threads(num_threads)
   {
 #pragma omp single
-    barrier.emplace(omp_get_num_threads());  // which can be fewer than were asked for
+    {
+      const int team = omp_get_num_threads();  // which can be smaller than was asked for
+      barrier.emplace(team);
+      schedules.emplace(model, batch, first, last, team);
+    }
     const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-    const Step step{model, batch, hidden, queries, mixed, rows, *barrier, turns};
+    const Step step{model, batch, hidden, queries, mixed, *schedules, *barrier, turns};
     Carver mine(memory + shared + (size ? thread * measured.used() : 0));
     const Work work = carve_work(mine, model, widths, size ? size : count);
     const Part all{0, count, work, thread, team};
@@ -363,49 +369,10 @@ static void run(const StepModel& model, const StepBatch& batch, int64_t first, i
     }
     for (int64_t index = first; index < last; index++) {
       if (size) {
-        layer_by_rows(step, index, size, work, thread, team, meter);
+        layer_by_rows(step, index, size, work, thread, meter);
       } else {
         layer_by_outputs(step, index, all, meter);
       }
-    }
-  }
-}
-
-// --- the head --------------------------------------------------------------------------------------------------------
-
-/// Rows of logits at a time: bounds memory, and no number rests on it.
-constexpr int64_t HEAD_ROWS = 256;
-
-static int64_t head_bytes(const StepModel& model, int64_t num_rows) {
-  return activation_bytes(model.head, std::min(num_rows, HEAD_ROWS));
-}
-
-/// Write fp32 logits (n, V) of the tokens at these rows of the residual stream.
-static void logits(const StepModel& model, const float* hidden, const int64_t* rows, int64_t num_rows, float* logits,
-                   uint8_t* memory, int num_threads, double* seconds) {
-  std::optional<SpinBarrier> barrier;
-#pragma omp parallel num_threads(num_threads)
-  {
-#pragma omp single
-    barrier.emplace(omp_get_num_threads());
-    const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-    Meter meter(thread == 0 ? seconds : nullptr);
-    for (int64_t first = 0; first < num_rows; first += HEAD_ROWS) {
-      const int64_t count = std::min(HEAD_ROWS, num_rows - first);
-      float* found = logits + first * model.vocab_size;
-      const Activations inputs = lay_out(model.head, memory, count);
-      const Range mine = share(count, thread, team);
-      for (int64_t row = mine.begin; row < mine.end; row++) {
-        norm_into(model, model.norm, model.head, hidden + rows[first + row] * model.embed_dim, inputs,
-                  row);
-      }
-      barrier->wait();
-      meter.mark(NORM);
-      const Output out{found, model.vocab_size, 0, 0, Activation::NONE, 1.0f};
-      linear_part(model.head, inputs, count, out, thread, team);
-      barrier->wait();
-      meter.mark(HEAD);
-      for (int64_t row = mine.begin; row < mine.end; row++) scale_logits(model, found + row * model.vocab_size);
     }
   }
 }

@@ -1,6 +1,9 @@
 // The parts of other areas as the fused step calls them: linears and attention.
 #pragma once
 
+#include <algorithm>
+#include <deque>
+#include <map>
 #include <vector>
 
 #include "attention.h"
@@ -68,16 +71,25 @@ static AttentionArgs attention_args(const StepModel& model, const StepLayer& lay
   return args;
 }
 
-/// The rows of a step as attention takes them, for each cache group that the layers use.
-static std::vector<attention::Rows> bundles(const StepModel& model, const StepBatch& batch, int64_t first, int64_t last) {
-  std::vector<attention::Rows> rows;
-  for (int64_t index = first; index < last; index++) {
-    const StepLayer& layer = model.layers[index];
-    if (layer.group >= static_cast<int64_t>(rows.size())) rows.resize(layer.group + 1);
-    if (!rows[layer.group].bundles.empty()) continue;
-    rows[layer.group] = attention::bundle(attention_args(model, layer, batch, batch.caches[index], nullptr, nullptr));
+/// How the threads share attention, layer by layer: layers of a cache group mostly are alike.
+class Schedules {
+ public:
+  Schedules(const StepModel& model, const StepBatch& batch, int64_t first, int64_t last, int num_threads) : of_layer_(last) {
+    std::map<int64_t, std::vector<const attention::Schedule*>> of_group;
+    for (int64_t index = first; index < last; index++) {
+      const StepLayer& layer = model.layers[index];
+      const AttentionArgs args = attention_args(model, layer, batch, batch.caches[index], nullptr, nullptr);
+      auto& made = of_group[layer.group];
+      auto found = std::find_if(made.begin(), made.end(), [&](const auto* one) { return one->suits(args); });
+      if (found == made.end()) found = made.insert(found, &all_.emplace_back(args, num_threads));
+      of_layer_[index] = *found;
+    }
   }
-  return rows;
-}
+  const attention::Schedule& of(int64_t layer) const { return *of_layer_[layer]; }
+
+ private:
+  std::deque<attention::Schedule> all_;
+  std::vector<const attention::Schedule*> of_layer_;
+};
 
 }  // namespace step

@@ -179,14 +179,19 @@ static void write_row(const StepModel& model, const StepLayer& layer, const Step
 
 // --- head ------------------------------------------------------------------------------------------------------------
 
-/// Scale and cap a row of logits in place.
-static void scale_logits(const StepModel& model, float* logits) {
+/// Logits of what the head gives.
+static INLINE F logits_of(const StepModel& model, F value) {
   const float scale = static_cast<float>(model.logit_scale), cap = static_cast<float>(model.logit_soft_cap);
-  if (scale == 1.0f && cap == 0.0f) return;
+  if (scale != 1.0f) value = value * isa::set(scale);
+  if (cap != 0.0f) value = vmath::tanh(value / isa::set(cap)) * isa::set(cap);
+  return value;
+}
+
+/// Make logits of a row in place.
+static void scale_logits(const StepModel& model, float* logits) {
+  if (model.logit_scale == 1.0 && model.logit_soft_cap == 0.0) return;
   each_vector(model.vocab_size, [&](int64_t offset, int count) {
-    F value = isa::load(logits + offset, count) * isa::set(scale);
-    if (cap != 0.0f) value = vmath::tanh(value / isa::set(cap)) * isa::set(cap);
-    isa::store(logits + offset, value, count);
+    isa::store(logits + offset, logits_of(model, isa::load(logits + offset, count)), count);
   });
 }
 
