@@ -1,7 +1,8 @@
-"""Memory of the host for what steps read whole: weights and caches.
+"""Memory of the host for what every step reads whole: weights.
 
 A machine looks an address up by its page. Of 4 KiB pages a step over a small model's weights takes some fifty thousand,
-more than the machine keeps in mind; of 2 MiB pages, a hundred. Linux gives huge pages to those who ask.
+more than the machine keeps in mind; of 2 MiB pages, a hundred. Linux gives huge pages to those who ask. Caches do not:
+the first write to each takes a millisecond, and comes in the middle of a step.
 """
 
 from __future__ import annotations

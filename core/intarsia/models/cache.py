@@ -12,15 +12,9 @@ from itertools import groupby
 import torch
 from attrs import frozen
 
-from intarsia import memory
 from intarsia.models.device_streams import DeviceStreams, streams_of
 from intarsia.models.swapping import HostPages, staging_bytes
 from intarsia.types import CacheLayout, CacheMove
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Reserve memory on a device."""
-    return memory.empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
 
 
 @frozen(eq=False)
@@ -48,8 +42,8 @@ class LayerTensors:
             return cls._with_scales(order, size, dtype, device)
         shape = [size[axis] for axis in order]
         if order != "PKSD":
-            return cls(*(_empty(shape, dtype, device) for _ in range(2)))
-        both = _empty([*shape[:2], 2, *shape[2:]], dtype, device)
+            return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+        both = torch.empty([*shape[:2], 2, *shape[2:]], dtype=dtype, device=device)
         return cls(both[:, :, 0], both[:, :, 1])
 
     @classmethod
@@ -63,9 +57,9 @@ class LayerTensors:
         num_scales, num_bytes = math.prod(inner[:-1]), math.prod(inner) * dtype.itemsize
         # A whole number of floats: where slots x head dim is odd, two bytes a run are of no use.
         length = -(-2 * (4 * num_scales + num_bytes) // 4) * 4
-        both = _empty([*runs, length], torch.uint8, device)
-        scales = both[..., : 8 * num_scales].view(torch.float32)
-        numbers = both[..., 8 * num_scales : 8 * num_scales + 2 * num_bytes].view(dtype)
+        memory = torch.empty([*runs, length], dtype=torch.uint8, device=device)
+        scales = memory[..., : 8 * num_scales].view(torch.float32)
+        numbers = memory[..., 8 * num_scales : 8 * num_scales + 2 * num_bytes].view(dtype)
         keys, values = (half.view([*runs, *inner]) for half in numbers.chunk(2, dim=-1))
         key_scales, value_scales = (half.view([*runs, *inner[:-1]]) for half in scales.chunk(2, dim=-1))
         return cls(keys, values, key_scales, value_scales)
