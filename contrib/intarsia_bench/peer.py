@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Self
@@ -22,6 +24,8 @@ _SCRIPTS = Path(__file__).parent / "peers"
 #: How long a peer may take to end by itself, in seconds.
 _PATIENCE_S = 5.0
 _SHOWN_LINES = 3
+#: How long it may tidy up behind its work, in seconds, before it is stopped.
+_SETTLE_S = 0.2
 
 
 def command_of(asked: str, home: Path) -> list[str]:
@@ -50,7 +54,7 @@ def command_of(asked: str, home: Path) -> list[str]:
 
 @define(eq=False)
 class Peer:
-    """A running peer. It keeps its model loaded and waits for work."""
+    """A running peer. It keeps its model loaded, and is stopped while others are measured: some spin as they wait."""
 
     name: str
     _process: subprocess.Popen[str]
@@ -88,17 +92,30 @@ class Peer:
         except BaseException:
             peer.close()
             raise
+        peer._rest()
         return peer
 
     def measure(self, workload: str, repeat: int) -> Measurement:
         """Let it run one repeat of a workload."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps({"workload": workload, "repeat": repeat}) + "\n")
             self._process.stdin.flush()
         except (OSError, ValueError):  # it is gone, or was found to be before
             raise self._failed("it has ended") from None
-        return Measurement(float(self._read("seconds")))
+        seconds = float(self._read("seconds"))
+        self._rest()
+        return Measurement(seconds)
+
+    def _rest(self) -> None:
+        time.sleep(_SETTLE_S)
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal it and its children, which have a session of their own."""
+        with contextlib.suppress(ProcessLookupError):  # it is gone
+            os.killpg(self._process.pid, number)
 
     def _read(self, key: str) -> Any:
         assert self._process.stdout is not None
@@ -122,6 +139,7 @@ class Peer:
     def _end(self) -> None:
         """End the process: its stdin first, and where that is not enough, by force."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):  # it went first
             self._process.stdin.close()
         try:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,34 @@ def test_a_peer_runs_what_it_is_asked_for_and_ends_when_it_is_closed(fake):
     peer.close()
     assert process.returncode == 0
     peer.close()
+
+
+def wait_until(happens, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_peer_stands_still_while_others_are_measured(tmp_path):
+    path = tmp_path / "spinning.py"
+    path.write_text(
+        FAKE.replace(
+            "protocol =",
+            "import threading\n\ndef spin():\n    while True:\n        pass\n\n"
+            "threading.Thread(target=spin, daemon=True).start()\nprotocol =",
+        )
+    )
+    peer = Peer.start("spinning", [sys.executable, str(path)], threads=1)
+    stat = Path(f"/proc/{peer._process.pid}/stat")
+    if not stat.exists():
+        peer.close()
+        pytest.skip("this system does not tell what a process is doing")
+    for repeat in range(2):
+        wait_until(lambda: stat.read_text().split()[2] == "T")
+        assert peer.measure("decode1", repeat).seconds < 5
+    peer.close()
+    assert peer._process.returncode == 0
 
 
 def test_a_peer_gets_its_threads_and_not_the_way_ours_wait(fake, monkeypatch):

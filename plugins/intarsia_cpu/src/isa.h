@@ -278,6 +278,14 @@ static INLINE F sqrt(F a) {
   return a;
 #endif
 }
+/// 1 / a to 7e-5 relative or better; 0 for infinity.
+static INLINE F rough_reciprocal(F a) {
+#if ISA_AVX512
+  return (F)_mm512_rcp14_ps((__m512)a);
+#else
+  return set(1.0f) / a;
+#endif
+}
 /// a * 2**n for whole n; overflows to infinity and underflows to 0 (through subnormal numbers or not).
 static INLINE F scale(F a, F n) {
 #if ISA_AVX512

@@ -40,8 +40,10 @@ struct Output {
   float factor;      // multiplies what is added
 };
 
+/// `ROUGH`: for bf16.
+template <bool ROUGH>
 static INLINE F activate(Activation activation, F value) {
-  if (activation == Activation::SILU) return vmath::silu(value);
+  if (activation == Activation::SILU) return ROUGH ? vmath::rough_silu(value) : vmath::silu(value);
   if (activation == Activation::GELU_TANH) return vmath::gelu_tanh(value);
   return value;
 }
@@ -72,6 +74,7 @@ static void finish(const Linear& layer, const Output& out, int64_t row, int64_t 
   const int64_t column = panel * PANEL;
   const int count = (int)(layer.outs - column < PANEL ? layer.outs - column : PANEL);
   const F factor = isa::set(out.factor);
+  constexpr bool ROUGH = std::is_same_v<T, bf16_t>;
   for (int64_t r = 0; r < num_rows; r++, totals += PANEL) {
     T* target = (T*)out.data + (row + r) * out.stride + column;
     for (int i = 0; i < count; i += LANES) {
@@ -79,9 +82,9 @@ static void finish(const Linear& layer, const Output& out, int64_t row, int64_t 
       F value;
       if (gates != nullptr) {
         const F gate = scaled(layer, gates + r * PANEL, 2 * panel, column, i, left);
-        value = activate(out.activation, gate) * scaled(layer, totals, 2 * panel + 1, layer.outs + column, i, left);
+        value = activate<ROUGH>(out.activation, gate) * scaled(layer, totals, 2 * panel + 1, layer.outs + column, i, left);
       } else {
-        value = activate(out.activation, scaled(layer, totals, panel, column, i, left));
+        value = activate<ROUGH>(out.activation, scaled(layer, totals, panel, column, i, left));
       }
       put(target + i, value, left, out.adds != 0, factor);
     }
@@ -111,7 +114,6 @@ static void products(const Linear& layer, const Activations& x, Range rows, int6
   const int64_t num_rows = rows.end - rows.begin;
   const Words words = words_of(layer), wide = widens(words, num_rows) ? widened(words) : words;
   const uint8_t* weights = layer.panels + panel * panel_bytes(layer);
-  memset(totals, 0, sizeof(float) * (size_t)(num_rows * PANEL));
   if (num_rows <= max_rows(words)) {
     const Tile tile{layer, x, rows.begin, panel, 0, layer.ins, weights, {weights + DISTANCE, 1}, totals};
     return compute_tile(words, (int)num_rows, tile);

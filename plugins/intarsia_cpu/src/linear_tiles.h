@@ -63,7 +63,9 @@ struct Tile {
   int64_t begin, end;  // columns
   const uint8_t* weights;  // the words of column `begin`
   Ahead ahead;
-  float* totals;  // (rows, PANEL), which the products are added to
+  float* totals;  // (rows, PANEL), which the products are added to; of column 0, which they replace
+
+  bool is_first() const { return begin == 0; }
 };
 
 /// Sums of int8 products are whole numbers.
@@ -141,9 +143,13 @@ static INLINE void begin_integers(const Tile& tile, const Group& group, I (&sums
 template <int ROWS>
 class Totals {
  public:
-  explicit INLINE Totals(float* memory) : memory_(memory) {
+  explicit INLINE Totals(const Tile& tile) : memory_(tile.totals) {
     if constexpr (IN_REGISTERS) {
-      UNROLL for (int i = 0; i < ROWS * VECTORS; i++) values_[i] = isa::load(memory + i * LANES);
+      UNROLL for (int i = 0; i < ROWS * VECTORS; i++) {
+        values_[i] = tile.is_first() ? isa::zero() : isa::load(memory_ + i * LANES);
+      }
+    } else if (tile.is_first()) {
+      for (int i = 0; i < ROWS * VECTORS; i++) isa::store(memory_ + i * LANES, isa::zero());
     }
   }
   INLINE F get(int row, int v) const {
@@ -234,7 +240,7 @@ static __attribute__((noinline)) void grouped_tile(const Tile& tile) {
   const Table<WORDS> table(layer);
   const int64_t bytes = is_integer(WORDS) ? 1 : widened(WORDS) == Words::BF16 ? 2 : 4;
   const uint8_t *w = tile.weights, *rows = tile.x.data + tile.row * tile.x.row_bytes;
-  Totals<ROWS> totals(tile.totals);
+  Totals<ROWS> totals(tile);
   Ahead ahead = tile.ahead;
   for (int64_t column = tile.begin; column < tile.end; column += layer.group) {
     const Group group = group_of(tile, column / layer.group);
@@ -261,7 +267,9 @@ static __attribute__((noinline)) void whole_tile(const Tile& tile) {
   const Table<WORDS> table(tile.layer);
   F sums[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++) {
-    UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = isa::load(tile.totals + r * PANEL + v * LANES);
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+      sums[r][v] = tile.is_first() ? isa::zero() : isa::load(tile.totals + r * PANEL + v * LANES);
+    }
   }
   const uint8_t* rows = tile.x.data + tile.row * tile.x.row_bytes + tile.begin * BYTES;
   Ahead ahead = tile.ahead;

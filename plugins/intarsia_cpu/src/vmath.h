@@ -24,11 +24,10 @@ static INLINE F exp(F x) {
   p = isa::fma(p, r, set(1.0f));
   return isa::scale(p, n);
 }
-/// 2**x for x <= 0: to about 1e-7 relative, or to 8e-5 where `rough`, which is far below what bf16 rounds away. 0 below
-/// -126; NaN for NaN. Minimax polynomials of the fraction; 2**0 is exactly 1 unless rough.
+/// 2**x for |x| <= 128: to about 1e-7 relative, or to 8e-5 where `ROUGH`. NaN for NaN. Minimax polynomials of the fraction;
+/// 2**0 is exactly 1 unless rough.
 template <bool ROUGH>
-static INLINE F exp2_below(F x) {
-  x = isa::max(set(-127.0f), x);  // of the smallest the result is subnormal, or 0
+static INLINE F exp2(F x) {
   const F r = isa::fraction(x);
   F p;
   if (ROUGH) {
@@ -47,11 +46,21 @@ static INLINE F exp2_below(F x) {
   }
   return isa::scale_floor(p, x);
 }
+/// The same for x <= 0, -infinity included. 0 below -126.
+template <bool ROUGH>
+static INLINE F exp2_below(F x) {
+  return exp2<ROUGH>(isa::max(set(-127.0f), x));  // of the smallest the result is subnormal, or 0
+}
 static INLINE F sigmoid(F x) {
   return set(1.0f) / (set(1.0f) + exp(-x));
 }
 static INLINE F silu(F x) {
   return x / (set(1.0f) + exp(-x));
+}
+/// The same to about 2e-4 relative, which is far below what bf16 rounds away.
+static INLINE F rough_silu(F x) {
+  const F n = isa::max(set(-127.0f), isa::min(set(128.0f), x * set(-1.44269504f)));
+  return x * isa::rough_reciprocal(set(1.0f) + exp2<true>(n));
 }
 /// To about 2e-7 relative; 1 and -1 at infinities. Near 0, where the difference below cancels, a polynomial (Moshier's
 /// Cephes, tanhf).
