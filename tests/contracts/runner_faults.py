@@ -6,6 +6,7 @@ from attrs import evolve
 from contracts.planted import offering, planting
 from intarsia.defaults import provide_runners
 from intarsia.models.eager import EagerRunner
+from intarsia.sampling.arithmetic import likeliest_ids
 from intarsia.testing.runners import RunnerContract
 
 FAULTS = []
@@ -154,6 +155,41 @@ class WorksInPlace(Broken):
     def run(self, batch, cache, layers, hidden_TE=None):
         found = super().run(batch, cache, layers, hidden_TE)
         return found if hidden_TE is None else hidden_TE.copy_(found)
+
+
+class Finds(Broken):
+    """A base of those that find likeliest ids."""
+
+    def likeliest(self, hidden_TE, rows_L, num_ids):
+        return likeliest_ids(self.logits(hidden_TE, rows_L)[:, :num_ids])
+
+
+@plant("test_likeliest_ids_are_those_of_the_logits")
+class FindsIdsOfThePadding(Finds):
+    """Its likeliest ids can lie behind the last."""
+
+    def likeliest(self, hidden_TE, rows_L, num_ids):
+        return super().likeliest(hidden_TE, rows_L, self.spec.vocab_size)
+
+
+@plant("test_likeliest_ids_are_those_of_the_logits")
+class OverlooksNan(Finds):
+    """Of logits that are no numbers it finds the first."""
+
+    def likeliest(self, hidden_TE, rows_L, num_ids):
+        ids_L, best_L = super().likeliest(hidden_TE, rows_L, num_ids)
+        return ids_L.clamp(min=0), best_L
+
+
+@plant("test_likeliest_ids_are_those_of_the_logits")
+class FindsTheLastOfEquals(Finds):
+    """Of equal logits it takes the highest id."""
+
+    def likeliest(self, hidden_TE, rows_L, num_ids):
+        logits_LV = self.logits(hidden_TE, rows_L)[:, :num_ids]
+        ids_L, best_L = likeliest_ids(logits_LV)
+        last_L = num_ids - 1 - logits_LV.flip(1).argmax(dim=1)
+        return torch.where(ids_L < 0, ids_L, last_L), best_L
 
 
 @plant("test_logits_are_those_that_are_asked_for")

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from intarsia.errors import IntarsiaError
+from intarsia.protocols import LikeliestRunner
 from intarsia.testing.claims import unclaimed
 from intarsia.testing.runner_case import LENGTHS, RunnerCase, RunnerTrial
 from intarsia.types import INVARIANCE_ORDER, Invariance
@@ -161,6 +162,27 @@ class RunnerContract(RunnerCase):
             assert len(found) == len(wanted), f"{len(wanted)} rows of logits are wanted, and {len(found)} came"
             if wanted:
                 self.check_near(found, whole[wanted], f"logits of tokens {wanted}")
+
+    def test_likeliest_ids_are_those_of_the_logits(self) -> None:
+        """Where it finds likeliest ids, they and their logits are those of `logits`, whatever follows the last id."""
+        import torch
+
+        from intarsia.sampling.arithmetic import likeliest_ids
+
+        trial = self.trial()
+        if not isinstance(trial.runner, LikeliestRunner):
+            unclaimed("it finds no likeliest ids: it is no `LikeliestRunner`")
+        vocab_size = trial.parts.spec.vocab_size
+        hidden = trial.run(trial.batch([trial.row(0, 0, 9), trial.row(1, 0, 5)])).clone()
+        hidden[2], hidden[5] = float("nan"), 0  # whose logits are equal, mostly
+        for wanted in (range(14), [13], [8, 3, 3, 5, 2]):
+            rows_L = torch.tensor(list(wanted))
+            for num_ids in (vocab_size, vocab_size - 3, 1):
+                found = trial.runner.likeliest(hidden, rows_L, num_ids)
+                expected = likeliest_ids(trial.logits(hidden, wanted)[:, :num_ids])
+                for what, one, other in zip(("ids", "logits"), found, expected, strict=True):
+                    same = torch.equal(one.double().nan_to_num(nan=1e9), other.double().nan_to_num(nan=1e9))
+                    assert same, f"likeliest {what} of tokens {list(wanted)} among {num_ids} ids are {one}, not {other}"
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
