@@ -27,7 +27,7 @@ SECTIONS = {
     "scheduling": "plan and update",
     "cache books": "reserve, pages and commit",
     "batch building": "rows to tensors, what attention prepares",
-    "model": "layers and logits",
+    "model": "layers, and logits or likeliest ids",
     "sampling": "choosing tokens",
     "text": "detokenizing, stop strings",
     "executor": "the rest of submit and collect",
@@ -39,12 +39,14 @@ TARGET_MS = 1.0
 _WORKLOAD = "decode16"
 #: Functions of the core, by section. `LocalExecutor._run` without what is measured inside of it is the layers.
 _FUNCTIONS = {
-    "intarsia.executor:forward_batch": "batch building",
+    "intarsia.stage:forward_batch": "batch building",
     "intarsia.executor:LocalExecutor._run": "model",
     "intarsia.executor:LocalExecutor._logits": "model",
+    "intarsia.stage:ModelStage.likeliest": "model",
     "intarsia.executor:LocalExecutor.submit": "executor",
     "intarsia.executor:LocalExecutor.collect": "executor",
     "intarsia.sampling:Sampler.choose": "sampling",
+    "intarsia.sampling:Sampler.take": "sampling",
     "intarsia.text:TextStream.push": "text",
     "intarsia.text:TextStream.finish": "text",
     "intarsia.engine:Engine.step": "engine",
