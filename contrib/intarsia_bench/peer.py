@@ -17,6 +17,7 @@ from attrs import define
 
 from intarsia.errors import ConfigError, ExecutionError, did_you_mean
 from intarsia_bench.contender import Measurement
+from intarsia_bench.rounds import SETTLE_S
 
 #: Peers, and the model that each runs where none is named: what `make peers` makes under `models/`, all bf16 or fp16.
 MODELS = {"transformers": "hf", "vllm": "hf", "openvino": "ov-fp16", "llamacpp": "BF16.gguf"}
@@ -24,8 +25,6 @@ _SCRIPTS = Path(__file__).parent / "peers"
 #: How long a peer may take to end by itself, in seconds.
 _PATIENCE_S = 5.0
 _SHOWN_LINES = 3
-#: How long it may tidy up behind its work, in seconds, before it is stopped.
-_SETTLE_S = 0.2
 
 
 def command_of(asked: str, home: Path) -> list[str]:
@@ -109,7 +108,8 @@ class Peer:
         return Measurement(seconds)
 
     def _rest(self) -> None:
-        time.sleep(_SETTLE_S)
+        """Let it tidy up behind its work, and stop it."""
+        time.sleep(SETTLE_S)
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -27,7 +27,7 @@ class Step:
 
     def brought(self, result: StepResult, is_live: Callable[[Sequence], bool]) -> tuple[BatchPlan, StepResult]:
         """Return plan and result without the rows of sequences that ended while the step was in flight."""
-        if all(map(is_live, self.sequences)):  # as in most steps
+        if all(map(is_live, self.sequences)):
             return self.plan, result
         rows, results = [], list[RowResult]()
         for row, row_result, sequence in zip(self.plan.rows, result.rows, self.sequences, strict=True):

@@ -117,15 +117,7 @@ class Sequence:
         logprobs = result.logprobs[: len(tokens)] if result.logprobs else ()
         if reason is not None:
             return self.finish(reason, now, text=text, token_ids=tokens, logprobs=logprobs, prompt_logprobs=scores)
-        return Output(
-            request_id=self.request.request_id,
-            choice=self.choice,
-            text=text,
-            token_ids=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=scores,
-            seed=self.seed,
-        )
+        return self._output(text=text, token_ids=tokens, logprobs=logprobs, prompt_logprobs=scores)
 
     def _new_scores(self, row: Row, result: RowResult) -> tuple[TokenLogprobs, ...]:
         """Return those log-probabilities of the prompt that were not put out yet."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
 from intarsia.errors import ExecutionError, PluginError
 from intarsia.models.cache import TensorCache
@@ -76,20 +75,6 @@ def forward_batch(
         starts=tuple([row.start for row in rows]),
         pages=tuple([tuple([row.pages[g] for row in rows]) for g in range(len(layout.groups))]),
         logits_L=tensor(wanted),
-    )
-
-
-def _prepared(batch: ForwardBatch, attention: Any) -> ForwardBatch:
-    """Return the batch with what was prepared for it: `evolve`, in a third of its time."""
-    return ForwardBatch(
-        ids_T=batch.ids_T,
-        positions_T=batch.positions_T,
-        slots_T=batch.slots_T,
-        bounds=batch.bounds,
-        starts=batch.starts,
-        pages=batch.pages,
-        logits_L=batch.logits_L,
-        attention=attention,
     )
 
 
@@ -193,7 +178,7 @@ class ModelStage:
         batch = forward_batch(rows, ids, context.layout, self.device)
         slot, preparing = ("attention", context.attention) if self._preparing is None else ("runner", self._preparing)
         with self._running, context.times.at(self._names[slot]):
-            return _prepared(batch, preparing.prepare(batch, context.layout))
+            return evolve(batch, attention=preparing.prepare(batch, context.layout))
 
     def run(
         self, batch: ForwardBatch, hidden_TE: torch.Tensor | None = None, num_layers: int | None = None

@@ -28,7 +28,6 @@ from attrs import frozen
 from torch.nn import functional
 
 from intarsia.errors import CompositionError
-from intarsia.memory import empty
 from intarsia.ops import linear as reference
 from intarsia.protocols import Kernel
 from intarsia.quantizing.integers import FORMATS as INTEGER_FORMATS
@@ -37,6 +36,7 @@ from intarsia.quantizing.sparse import SparseFormat
 from intarsia.types import Invariance, Weight, WeightFormat, dense
 from intarsia_cpu import build as kernels
 from intarsia_cpu import sparse
+from intarsia_cpu.memory import empty
 
 #: Outputs a panel.
 PANEL = 48

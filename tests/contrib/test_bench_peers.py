@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from intarsia.cli import run
 from intarsia.errors import ConfigError, ExecutionError
 from intarsia_bench.peer import MODELS, Peer, command_of
 from intarsia_bench.peers import workloads
+from serving import eventually
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "contrib/intarsia_bench/peers"
@@ -55,13 +55,6 @@ def test_a_peer_runs_what_it_is_asked_for_and_ends_when_it_is_closed(fake):
     peer.close()
 
 
-def wait_until(happens, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_peer_stands_still_while_others_are_measured(tmp_path):
     path = tmp_path / "spinning.py"
     path.write_text(
@@ -77,7 +70,7 @@ def test_a_peer_stands_still_while_others_are_measured(tmp_path):
         peer.close()
         pytest.skip("this system does not tell what a process is doing")
     for repeat in range(2):
-        wait_until(lambda: stat.read_text().split()[2] == "T")
+        eventually(lambda: stat.read_text().split()[2] == "T")
         assert peer.measure("decode1", repeat).seconds < 5
     peer.close()
     assert peer._process.returncode == 0

@@ -222,7 +222,6 @@ class Decoding:
             CheckpointError: it has a kind of decoder, or an order of them, that cannot run while tokens come in.
         """
         self._steps: tuple[Step[Any], ...] = tuple(_steps(definition))
-        self._only = self._steps[0] if len(self._steps) == 1 else None
 
     def begin(self) -> tuple[Any, ...]:
         """Return the states before the first token."""
@@ -230,9 +229,6 @@ class Decoding:
 
     def run(self, states: tuple[Any, ...], pieces: Sequence[str], *, final: bool) -> tuple[str, tuple[Any, ...]]:
         """Return the text that is settled once `pieces` have come, and the states after it."""
-        if self._only is not None:
-            pieces, state = self._only.run(states[0], pieces, final)
-            return "".join(pieces), (state,)
         after = []
         for step, state in zip(self._steps, states, strict=True):
             pieces, state = step.run(state, pieces, final)

@@ -90,8 +90,7 @@ static void take(const Job& job, int first, int tile, int last, const key_tiles:
   alignas(64) typename Words::Word weights[R * TILE / Words::NUMBERS];
   alignas(64) float kept[LANES];
   Seen seen[R];
-  scores_of<Words, R>(state.queries + first * words, words, packed.keys, last, scores,
-                      foresight);
+  scores_of<Words, R>(state.queries + first * words, words, packed.keys, last, scores, foresight);
   for (int r = 0; r < R; r++) {
     // Vectors of keys behind the last were not multiplied; what stands there is hidden.
     for (int k = (last + LANES - 1) / LANES * LANES; k < TILE; k += LANES) isa::store(scores + r * TILE + k, isa::zero());
@@ -102,8 +101,7 @@ static void take(const Job& job, int first, int tile, int last, const key_tiles:
   const Scoring scoring{job.args.scale, job.args.soft_cap};
   run(scoring, packed, scores, seen, state.peak + first, state.total + first * LANES, weights, kept);
   const int steps = (last + Words::NUMBERS - 1) / Words::NUMBERS;
-  mix_all<Words, R>(weights, kept, steps, packed.values, width, state.mixed + first * width,
-                    foresight);
+  mix_all<Words, R>(weights, kept, steps, packed.values, width, state.mixed + first * width, foresight);
 }
 
 template <class Words>

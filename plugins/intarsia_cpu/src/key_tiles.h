@@ -178,9 +178,6 @@ struct Pages {
   int64_t page_stride, slot_stride, scale_page_stride, scale_slot_stride;
   int page_size, head_dim, begin, end;
 
-  /// The position at which the first tile begins.
-  int first_tile() const { return begin / TILE * TILE; }
-
   void locate(int tile, Places& places) const {
     places.keys = (const char*)keys;
     places.values = (const char*)values;

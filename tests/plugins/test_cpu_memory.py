@@ -6,7 +6,7 @@ import mmap
 import pytest
 import torch
 
-from intarsia.memory import HUGE_PAGE, empty
+from intarsia_cpu.memory import HUGE_PAGE, empty
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (HUGE_PAGE // 8,), (3, HUGE_PAGE // 4 + 5)])
@@ -28,6 +28,9 @@ def test_what_fills_half_a_huge_page_begins_at_one_and_goes_with_its_last_view()
     assert bool((view == 7).all())
 
 
-def test_a_system_without_huge_pages_gives_ordinary_ones(monkeypatch):
+@pytest.mark.parametrize("advice", [None, -1])
+def test_a_system_without_huge_pages_gives_ordinary_ones(monkeypatch, advice):
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    if advice is not None:  # a kernel that knows of no such advice
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", advice, raising=False)
     assert empty((3 * HUGE_PAGE,), torch.uint8).fill_(1).sum() == 3 * HUGE_PAGE

@@ -7,6 +7,7 @@ the first write to each takes a millisecond, and comes in the middle of a step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if advice is None or 2 * num_bytes < HUGE_PAGE:
         return torch.empty(tuple(shape), dtype=dtype)
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(advice)
+    with contextlib.suppress(OSError):  # this kernel has none, or may not be asked
+        memory.madvise(advice)
     octets = torch.frombuffer(memory, dtype=torch.uint8)  # holds the mapping
     begin = -octets.data_ptr() % HUGE_PAGE
     return octets[begin : begin + num_bytes].view(dtype).view(tuple(shape))
