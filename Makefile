@@ -7,8 +7,9 @@ BUNDLE ?= dist/gpu-bundle
 BUNDLE_PYTHON ?= 3.12
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two files of tests at a time: most tests keep one core busy, and many wait.
-SPREAD := -n 2 --dist loadfile
+# Two files of tests at a time: most tests keep one core busy, and many wait. A process that crashes ends the run: what
+# stands in for it would begin with the same test, and then wait for ever (pytest-xdist 3.8).
+SPREAD := -n 2 --dist loadfile --max-worker-restart 0
 # The site: what leads nowhere, or is in no list, is a warning and fails.
 SITE := $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/docs
 

@@ -79,7 +79,7 @@ def process(tmp_path, model, *args):
 
 
 def ready(peer):
-    eventually(lambda: peer.ask("ping").body["state"] == "ready", 60)
+    eventually(lambda: peer.ask("ping").body["state"] == "ready", 180)  # kernels may be compiled first
 
 
 def figures(running):

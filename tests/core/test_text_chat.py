@@ -354,9 +354,9 @@ def test_what_templates_ask_of_each_message_does_not_look_through_all_tools(use)
     schema = {"properties": {f"p{index}": {"type": "string"} for index in range(100)}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}] * 50
     chat = Chat([_user()] * 1000, tools=tools)
-    began = time.monotonic()
+    began = time.thread_time()
     ChatTemplate("{% for m in messages %}" + use + "{% endfor %}", {}).render(chat)
-    assert time.monotonic() - began < 1  # looking through them takes seconds
+    assert time.thread_time() - began < 1  # looking through them takes seconds
 
 
 def test_a_template_cannot_change_the_callers_messages():

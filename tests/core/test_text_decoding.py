@@ -174,9 +174,9 @@ def test_work_a_token_does_not_grow_with_the_text(name):
     ids = _ids("▁Hello", "<0xE4>", "x", "ðŁĺ") * 10_000
 
     def seconds(count: int) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()  # others run on this machine
         _stream(tokenizer, ids[:count])
-        return (time.perf_counter() - start) / count
+        return (time.thread_time() - start) / count
 
     seconds(1000)
     assert seconds(len(ids)) < 10 * min(seconds(1000) for _ in range(5))

@@ -225,12 +225,12 @@ def test_a_chat_with_half_a_surrogate_pair_is_an_invalid_request(smol):
 
 @pytest.mark.parametrize("text", ["word " * 400_000, "7" * 2_000_000, "\U0001f468\u200d\U0001f469" * 200_000])
 def test_a_text_of_far_too_many_tokens_is_refused_by_its_beginning(smol, text):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(InvalidRequestError, match=r"prompt: the first 8192 of \d+ characters .* at most 511 tokens"):
         smol.encode(text, most=511)
     with pytest.raises(InvalidRequestError, match="messages: the first 8192 of "):
         smol.encode_chat([{"role": "user", "content": text}], most=511)
-    assert time.perf_counter() - began < 1  # reading all of it takes seconds
+    assert time.process_time() - began < 1  # reading all of it takes seconds
 
 
 @settings(max_examples=60)

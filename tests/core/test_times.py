@@ -191,10 +191,10 @@ def test_a_span_costs_a_few_microseconds_at_most():
     times = Times()
     best = float("inf")
     for _ in range(20):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for _ in range(500):
             with times.at("a"):
                 pass
-        best = min(best, (time.perf_counter() - begun) / 500)
+        best = min(best, (time.thread_time() - begun) / 500)
     # About a dozen of them are in a step; idle cores take half a microsecond for one.
     assert best < 5e-6

@@ -138,7 +138,7 @@ def test_padded_rows_harm_nothing_even_where_the_spare_page_is_not_a_number(mode
 
 def test_drafts_are_verified_by_the_inner_runner(model, expected):
     recorded = RecordedGraphs()
-    with graph_engine(model, recorded, drafter="ngram") as engine:
+    with graph_engine(model, recorded, drafter={"use": "ngram", "adaptive": False}) as engine:
         assert tokens(engine) == expected
         assert [tokens(engine, [prompt])[0] for prompt in PROMPTS] == expected
 

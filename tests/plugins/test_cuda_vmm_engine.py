@@ -83,7 +83,7 @@ def test_preempted_sequences_get_their_tokens_and_memory_stays_within_its_budget
 def test_choices_and_drafts_change_nothing(model, expected):
     memory, plugin = vmm_plugin(512)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, n=3)
-    with vmm_engine(model, plugin, drafter="ngram", scheduler="inflight") as engine:
+    with vmm_engine(model, plugin, drafter={"use": "ngram", "adaptive": False}, scheduler="inflight") as engine:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             answer = engine.generate([prompt], params)[0]
             assert [choice.token_ids for choice in answer.choices] == [tokens] * 3

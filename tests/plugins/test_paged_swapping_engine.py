@@ -151,7 +151,7 @@ def test_choices_of_a_request_are_swapped_like_any_other(tiny):
 def test_speculation_and_swapping_go_together(tiny):
     prompts = [[7, 8, 9, 10] * 5, *random_prompts(5, 20)]
     expected = alone(tiny, prompts, MIXED)
-    with inflight(tiny, drafter="ngram") as engine:
+    with inflight(tiny, drafter={"use": "ngram", "adaptive": False}) as engine:
         assert said(engine.generate(prompts, MIXED)) == said(expected)
         stats = engine.stats()
         assert stats["preemption"]["swap"]["ins"] > 0 and stats["speculation"]["drafted"] > 0 and is_idle(engine)

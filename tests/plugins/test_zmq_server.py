@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from intarsia.errors import ExecutionError
+from intarsia_zmq.router import Router
 from intarsia_zmq.wire import Message, encode
 from serving import FakeEngine, Peer, eventually, serving
 
@@ -497,3 +498,22 @@ def test_sockets_of_a_default_start_are_local_and_files_are_their_owners(tmp_pat
         assert control.startswith(str(tmp_path)) and stat.S_IMODE(Path(control).stat().st_mode) == 0o600
         assert set(running.server.addresses) == {"data", "control"}
     assert not Path(control).exists()
+
+
+@pytest.mark.parametrize("place", ["ipc://{}/data", "tcp://127.0.0.1:*"])
+def test_a_client_that_floods_and_is_gone_before_it_is_read_harms_nobody(tmp_path, place):
+    with zmq.Context() as serving, zmq.Context() as gone:
+        router = Router.open(serving, lambda connection: None, message_bytes=1 << 20, heartbeat_s=0.05)
+        router.socket.bind(place.format(tmp_path))
+        with gone.socket(zmq.DEALER) as socket:
+            socket.linger, socket.sndtimeo = 0, 300
+            socket.connect(router.socket.last_endpoint)
+            with pytest.raises(zmq.Again):  # more than anything on the way has room for
+                while True:
+                    socket.send(b"x" * 50_000)
+        time.sleep(0.3)  # some heartbeats, in the middle of what the server does otherwise
+        read = 0
+        while router.receive() is not None:
+            read += 1
+        assert read > 100
+        router.socket.close(0)

@@ -192,10 +192,10 @@ def test_a_hostile_frame_is_refused_at_no_cost_beyond_its_bytes(name):
     frame = HOSTILE[name]
     best = math.inf
     for _ in range(3):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         with pytest.raises(MalformedError) as caught:
             decode([frame], LIMITS)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.thread_time() - begun)
     assert str(caught.value)
     # A look at `limits.values` values at most, however many bytes.
     assert best < 0.25
@@ -252,9 +252,9 @@ def test_frames_that_are_large_or_announce_much_are_looked_over():
 
 def test_a_long_text_and_a_blob_are_no_work():
     text = encode(Message("generate", "r", body={"prompt": "ü" * (1 << 20)}))
-    begun = time.perf_counter()
+    begun = time.thread_time()
     decode(text, LIMITS)
-    assert time.perf_counter() - begun < 0.1
+    assert time.thread_time() - begun < 0.1
     with pytest.raises(MalformedError, match=r"\d+ bytes; a message has at most 4194304"):
         decode([text[0], bytes(4 << 20)], LIMITS)
 
