@@ -4,9 +4,12 @@ import numpy as np
 import torch
 
 from intarsia.quantizing.integers import FORMATS, pack_nibbles
+from intarsia.quantizing.rotated import ROTATED as ROTATED_FORMATS
+from intarsia.quantizing.rotated import RotatedFormat
 from intarsia.types import Weight
 
 BY_NAME = {layout.name: layout for layout in FORMATS}
+ROTATED = {layout.name: layout for layout in ROTATED_FORMATS}
 #: One of each way that a kernel goes.
 VARIED = [
     BY_NAME[name]
@@ -19,6 +22,11 @@ VARIED = [
 
 def integer_weight(name, outs, ins, *, seed=0, dtype=torch.bfloat16, min_dtype=None, input_scale=False, unit=False):
     """A random weight (N, C); `unit` makes scales 1 and minima whole, so that products are whole numbers."""
+    if name in ROTATED:
+        plain = integer_weight(
+            ROTATED[name].source.name, outs, ins, seed=seed, dtype=dtype, input_scale=input_scale, unit=unit
+        )
+        return Weight(ROTATED[name], plain.tensors, plain.shape)
     layout = BY_NAME[name]
     generator = torch.Generator().manual_seed(seed)
     low, high = (0, 16) if layout.bits == 4 else (-128, 128)
@@ -42,6 +50,7 @@ def integer_weight(name, outs, ins, *, seed=0, dtype=torch.bfloat16, min_dtype=N
 def parts_of(weight):
     """Whole numbers (int64), and scales, offsets and minima a column (float64), as the format's table has them."""
     layout, (_, ins) = weight.format, weight.shape
+    layout = layout.source if isinstance(layout, RotatedFormat) else layout
     stored = weight.tensors["weight"].numpy()
     if layout.bits == 4:
         numbers = np.stack((stored & 15, stored >> 4), axis=-1).reshape(len(stored), -1)[:, :ins].astype(np.int64)
@@ -59,7 +68,10 @@ def parts_of(weight):
 
 
 def values_of(weight):
-    """What a weight stands for before its input scale, in float64, and a bound of the magnitudes that make it up."""
+    """What a weight stands for before its input scale, in float64, and a bound of the magnitudes that make it up.
+
+    Of a rotated one that is what rotated rows are multiplied by.
+    """
     numbers, scale, zero, least = parts_of(weight)
     return (numbers - zero) * scale + least, (np.abs(numbers) + zero) * np.abs(scale) + np.abs(least)
 

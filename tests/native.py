@@ -1,6 +1,4 @@
-"""The C++ kernels on every path that this CPU runs, compiled once a session."""
-
-import os
+"""The C++ kernels on every path that this CPU runs, compiled once a run."""
 
 import pytest
 
@@ -8,7 +6,6 @@ from intarsia_cpu import build
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """A function (area, path) -> library. INTARSIA_CACHE keeps what it builds from one session to the next."""
-    folder = build.cache_folder("cpu") if build.CACHE_VARIABLE in os.environ else tmp_path_factory.getbasetemp() / "cpu"
-    return lambda area, path: build._load(area, path, folder)
+def compiled(kernel_cache):
+    """A function path -> library."""
+    return lambda path: build._load(path, kernel_cache / "cpu")

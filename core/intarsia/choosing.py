@@ -86,6 +86,11 @@ class TokenChoosing:
             if self._drafting is not None:
                 self._drafting.enter(entered)
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether more logits may be asked for than those of tokens after which one is chosen."""
+        return self._demands.scores_prompts
+
     def ids(self, row: Row) -> Sequence[int]:
         """Return a row's ids; those that the step before chose are known here by now, unless it chose on the device.
 

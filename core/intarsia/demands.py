@@ -67,6 +67,11 @@ class LogitsDemands:
             if known.num_scored:
                 self._scored_ids.add(entered.sequence_id)
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether a sequence is here whose prompt is scored: logits after tokens behind which none is chosen."""
+        return bool(self._scored_ids)
+
     def of(self, rows: Sequence[Row], bounds: Sequence[int]) -> tuple[Demand, ...]:
         """Return the demands in their order: prompts that are scored, piece by piece, then tokens that are chosen.
 
@@ -74,7 +79,7 @@ class LogitsDemands:
             rows: some of the plan's.
             bounds: where each begins among the tokens that run with them.
         """
-        if not self._scored_ids:  # as in most steps
+        if not self.scores_prompts:  # as in most steps
             return (self._chosen(rows, bounds),)
         scored = (demand for index, row in enumerate(rows) for demand in self._scored(index, row, bounds[index]))
         return (*scored, self._chosen(rows, bounds))

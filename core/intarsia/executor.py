@@ -121,10 +121,12 @@ class LocalExecutor:
         ids: Sequence[Sequence[int]],
         num_layers: int | None = None,
         beside: AbstractContextManager[None] = _NOTHING,
+        *,
+        reads_all: bool = True,
     ) -> tuple[ForwardBatch, torch.Tensor]:
         """Run rows with these ids through the first layers, or all; return the batch and the residual stream (T, E)."""
         with self._marked("prepare"), beside:
-            batch = self._stage.batch(rows, ids)
+            batch = self._stage.batch(rows, ids, reads_all=reads_all)
         batch = self._with_pending(batch, rows)
         with self._marked("layers"):
             return batch, self._stage.run(batch, num_layers=num_layers)
@@ -166,7 +168,8 @@ class LocalExecutor:
             return step
         ids = [self._choosing.ids(row) for row in plan.rows]
         beside = _NOTHING if self._beside is None else self._aside(self._beside)
-        step.batch, step.hidden_TE = self._run(plan.rows, ids, beside=beside)
+        scores = self._choosing.scores_prompts
+        step.batch, step.hidden_TE = self._run(plan.rows, ids, beside=beside, reads_all=scores)
         if self.depth > 1:
             if self._choosing.can_pick(plan.rows):
                 with self._marked("choose"):
@@ -259,7 +262,7 @@ class LocalExecutor:
     ) -> torch.Tensor:
         """Run rows through the first layers and the head; return fp32 logits (R, V) after their last tokens."""
         self._stage.move(moves)
-        batch, hidden = self._run(rows, [row.token_ids for row in rows], num_layers)
+        batch, hidden = self._run(rows, [row.token_ids for row in rows], num_layers, reads_all=False)
         return self._logits(hidden, batch.logits_L)
 
     @torch.inference_mode()

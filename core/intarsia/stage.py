@@ -172,13 +172,21 @@ class ModelStage:
             self._cache = make(context.num_pages + num_scratch, self.device)
         self._swapping = self._cache if isinstance(self._cache, SwappingStorage) else None
 
-    def batch(self, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> ForwardBatch:
-        """Lay rows with these ids out, and let the attention backend prepare for them."""
+    def batch(self, rows: Sequence[Row], ids: Sequence[Sequence[int]], *, reads_all: bool = True) -> ForwardBatch:
+        """Lay rows with these ids out, and let the attention backend prepare for them.
+
+        Args:
+            rows: the plan's.
+            ids: their token ids, none of them pending.
+            reads_all: whether the residual stream of every token will be read, and not only of those after which one is
+                chosen.
+        """
         context = self.context
         batch = forward_batch(rows, ids, context.layout, self.device)
         slot, preparing = ("attention", context.attention) if self._preparing is None else ("runner", self._preparing)
         with self._running, context.times.at(self._names[slot]):
-            return evolve(batch, attention=preparing.prepare(batch, context.layout))
+            attention = preparing.prepare(batch, context.layout)
+        return evolve(batch, attention=attention, read_L=None if reads_all else batch.logits_L)
 
     def run(
         self, batch: ForwardBatch, hidden_TE: torch.Tensor | None = None, num_layers: int | None = None

@@ -18,7 +18,6 @@ from intarsia.types import AttentionSpec, CacheLayout, Fit, ForwardBatch, Invari
 from intarsia_cpu.build import load, unavailable
 from intarsia_cpu.entries import ENTRIES, Scales, entry_of
 
-_AREA = "attention"
 #: What the kernels compute in. Everything else is another backend's.
 _NAMES = ("float32", "bfloat16")
 _MAX_HEAD_DIM = 256
@@ -81,7 +80,7 @@ class Prepared:
 
 def _load() -> ctypes.CDLL:
     """Return the compiled kernel; raise PluginError where it cannot be had."""
-    library = load(_AREA)
+    library = load()
     assert library.intarsia_attention_args_bytes() == ctypes.sizeof(_Args)
     return library
 
@@ -169,7 +168,7 @@ def fit(context: PartContext) -> Fit | Unfit:
     for index, head_dim in wide:
         if head_dim > _MAX_HEAD_DIM:
             return Unfit(f"its heads have up to {_MAX_HEAD_DIM} dimensions, and those of layer {index} have {head_dim}")
-    reason = unavailable(_AREA)
+    reason = unavailable()
     return Fit(70, "compiled for this CPU; bitwise whatever the batch") if reason is None else Unfit(reason)
 
 

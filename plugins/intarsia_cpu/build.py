@@ -1,8 +1,9 @@
 """Compiles the C++ kernels at first use and keeps the result.
 
-One shared library an area (`src/abi_<area>.cpp`), for the CPU at hand, in the user's cache folder. The key of a library
-is the digest of all its sources, the flags, the compiler and the CPU, so nothing stale is ever found. Beside a library
-lies its own digest: one that is damaged is built anew. A lock makes processes that start at once build it once.
+One shared library of all of `src/*.cpp`, for the CPU at hand, in the user's cache folder. Its sources are compiled side
+by side. The key of a library is the digest of all its sources, the flags, the compiler and the CPU, so nothing stale is
+ever found. Beside a library lies its own digest: one that is damaged is built anew. A lock makes processes that start
+at once build it once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from intarsia.errors import ConfigError, PluginError, did_you_mean
 from intarsia.folders import CACHE_VARIABLE, cache_folder
@@ -33,16 +34,15 @@ logger = logging.getLogger("intarsia.cpu")
 #: Forces a path of `PATHS`.
 ISA_VARIABLE = "INTARSIA_CPU_ISA"
 SOURCES = Path(__file__).with_name("src")
-#: What there is to compile; what takes longest first.
-AREAS = ("step", "attention", "linear", "rows")
+#: What takes longest to compile, which begins first.
+_LONG = ("abi_attention", "integer_tiles", "float_tiles")
 #: Libraries kept; the ones that have not been used for longest go.
-_KEPT = 32
+_KEPT = 8
 _TIMEOUT_S = 300
 _FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
-    "-shared",
     "-fopenmp",
     "-fvisibility=hidden",
     "-fno-math-errno",
@@ -125,27 +125,27 @@ def compiler() -> str | None:
     return None
 
 
-def unavailable(area: str) -> str | None:
-    """Return why an area's kernels cannot be had here, for `fit`, or None. Compiles them where that is still to do."""
+def unavailable() -> str | None:
+    """Return why the kernels cannot be had here, for `fit`, or None. Compiles them where that is still to do."""
     try:
-        load(area)
+        load()
     except PluginError as error:
         return str(error)
     return None
 
 
-def load(area: str) -> ctypes.CDLL:
-    """Return the library of `src/abi_<area>.cpp`, compiled if it has not been yet.
+def load() -> ctypes.CDLL:
+    """Return the library of all kernels, compiled if it has not been yet.
 
     Raises:
         PluginError: there is no compiler, or it fails, or the cache folder cannot be used; says what to do.
         ConfigError: INTARSIA_CPU_ISA names no path of this CPU.
     """
-    return _load(area, isa(), cache_folder("cpu"))
+    return _load(isa(), cache_folder("cpu"))
 
 
 @functools.cache
-def _load(area: str, path: str, folder: Path) -> ctypes.CDLL:
+def _load(path: str, folder: Path) -> ctypes.CDLL:
     # torch brings libgomp, under the name that ours asks for: with it in first, both share one pool of threads.
     import torch  # noqa: F401
 
@@ -156,11 +156,11 @@ def _load(area: str, path: str, folder: Path) -> ctypes.CDLL:
         raise PluginError("CPU kernels need a C++ compiler, and there is none on PATH; install g++ or set CXX to one")
     try:
         _prepare(folder)
-        build = _Build(area, path, folder, command)
-        if not _intact(build.library):
-            _build_all(build)
+        build = _Build(path, folder, command)
         with build.locked():
-            build.make()  # where another process has pruned it since
+            if not _intact(build.library):
+                _compile(build)
+                _prune(folder)
             os.utime(build.library)
             return ctypes.CDLL(str(build.library))
     except OSError as error:
@@ -171,16 +171,11 @@ def _load(area: str, path: str, folder: Path) -> ctypes.CDLL:
 
 @frozen
 class _Build:
-    """One area's library: where it lies, and how it is made."""
+    """One path's library: where it lies, and how it is made."""
 
-    area: str
     path: str
     folder: Path
     compiler: str
-
-    @property
-    def source(self) -> Path:
-        return SOURCES / f"abi_{self.area}.cpp"
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -188,29 +183,15 @@ class _Build:
 
     @property
     def library(self) -> Path:
-        return self.folder / f"{self.area}-{self.path}-{_key(self.source, self.command)}.so"
+        return self.folder / f"{self.path}-{_key(self.command)}.so"
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         return _locked(self.folder / f"{self.library.name}.lock")
 
-    def make(self) -> None:
-        """Compile what is not there or damaged. The caller holds the lock."""
-        if not _intact(self.library):
-            _compile(self)
-            _prune(self.folder)
 
-
-def _build_all(first: _Build) -> None:
-    """Compile all areas side by side: an engine that needs one soon needs the others, whose failures `load` meets."""
-
-    def make(area: str) -> None:
-        one = evolve(first, area=area)
-        with one.locked():
-            one.make()
-
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        jobs = {area: pool.submit(make, area) for area in dict.fromkeys((*AREAS, first.area))}
-    jobs[first.area].result()
+def sources() -> list[Path]:
+    """Return what there is to compile; what takes longest first."""
+    return sorted(SOURCES.glob("*.cpp"), key=lambda source: (source.stem not in _LONG, source.name))
 
 
 def _tuning(path: str) -> tuple[str, ...]:
@@ -224,11 +205,11 @@ def _tuning(path: str) -> tuple[str, ...]:
     return ("-mcpu=native",)
 
 
-def _key(source: Path, command: tuple[str, ...]) -> str:
+def _key(command: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for part in (source.name, *command[1:], _version(command[0]), _cpu()[0]):
+    for part in (*command[1:], _version(command[0]), _cpu()[0]):
         digest.update(part.encode() + b"\0")
-    for file in (source, *sorted(SOURCES.glob("*.h"))):
+    for file in (*sources(), *sorted(SOURCES.glob("*.h"))):
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:24]
 
@@ -276,22 +257,32 @@ def _intact(library: Path) -> bool:
 
 
 def _compile(build: _Build) -> None:
-    logger.info("compiling the CPU kernels of %r for %s: some seconds, once", build.area, build.path)
+    logger.info("compiling the CPU kernels for %s: some seconds, once", build.path)
     started = perf_counter()
     with tempfile.TemporaryDirectory(dir=build.folder, prefix="build-") as scratch:
+
+        def compiled(source: Path) -> str:
+            made = f"{scratch}/{source.stem}.o"
+            _run(build, source.name, *build.command, "-c", "-o", made, str(source))
+            return made
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, sources()))
         built = Path(scratch) / "built.so"
-        arguments = [*build.command, "-o", str(built), str(build.source)]
-        try:
-            subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)  # noqa: S603
-        except (subprocess.SubprocessError, OSError) as error:
-            reason = f"{build.compiler} cannot compile {build.source.name}: {_reason(error)}"
-            raise PluginError(f"CPU kernels: {reason}") from error
+        _run(build, "its objects", *build.command, "-shared", "-o", str(built), *objects)
         digest = Path(scratch) / "digest"
         digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
         # A library without its digest counts as damaged, so either order is safe.
         built.replace(build.library)
         digest.replace(_digest_of(build.library))
-    logger.info("compiled the CPU kernels of %r in %.1f s", build.area, perf_counter() - started)
+    logger.info("compiled the CPU kernels in %.1f s", perf_counter() - started)
+
+
+def _run(build: _Build, what: str, *command: str) -> None:
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)  # noqa: S603
+    except (subprocess.SubprocessError, OSError) as error:
+        raise PluginError(f"CPU kernels: {build.compiler} cannot compile {what}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

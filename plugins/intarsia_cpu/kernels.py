@@ -13,7 +13,6 @@ from intarsia_cpu.linears import linear_kernels
 from intarsia_cpu.rows import RowOps, row_kernels
 
 _DTYPES = ("float32", "bfloat16")
-_AREAS = ("linear", "rows")
 
 
 @frozen(eq=False)
@@ -32,9 +31,8 @@ def fit(context: PartContext) -> Fit | Unfit:
     engine = context.engine
     if engine.device != "cpu" or engine.dtype not in _DTYPES:
         return Unfit(f"it is for float32 and bfloat16 on CPUs, and the engine runs {engine.dtype} on {engine.device}")
-    for area in _AREAS:
-        if reason := native.unavailable(area):
-            return Unfit(reason)
+    if reason := native.unavailable():
+        return Unfit(reason)
     return Fit(0, f"compiled for {native.isa()}")
 
 

@@ -8,8 +8,10 @@
 | `int8_g*`, `int4_g*` | int8, a scale a token and group, of 64 columns at most | as above, with the group's scale |
 | `int8_a16`, `int8_g*_a16`, `int4_g*_a16` | as they come | fp32 sums a group or a row, then the scale |
 
-Activations that stay floats are bfloat16 in bfloat16 engines on machines with dot products of them, else float32.
-`intarsia.quantizing.integers` describes the formats; an `input_scale` multiplies rows while they are made ready.
+Activations that stay floats are bfloat16 in bfloat16 engines on machines with dot products of them, else float32. Where
+the machine lacks dot products of bfloat16 or of bytes, the numbers of the table are held as floats, or in 16 bits.
+`intarsia.quantizing.integers` and `.rotated` describe the formats; an `input_scale` multiplies rows while they are made
+ready, and rows for `_rotated` formats are rotated then.
 
 A packed weight (format `cpu`) has `panels`, int32 words (panels, steps, 48): the words of 48 outputs lie side by side,
 step by step along the columns. `scales`, `zeros` and `mins` lie as the header `src/activations.h` says. Packing moves
@@ -32,6 +34,7 @@ from intarsia.ops import linear as reference
 from intarsia.protocols import Kernel
 from intarsia.quantizing.integers import FORMATS as INTEGER_FORMATS
 from intarsia.quantizing.integers import IntegerFormat
+from intarsia.quantizing.rotated import ROTATED, RotatedFormat
 from intarsia.quantizing.sparse import SparseFormat
 from intarsia.types import Invariance, Weight, WeightFormat, dense
 from intarsia_cpu import build as kernels
@@ -48,9 +51,13 @@ FP32, BF16, INT8, INT4 = range(4)
 #: `linear::Numbers`.
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 #: Names of the weight formats that are read.
-FORMATS = frozenset({"dense", "sparse24", "sparse24_int8", *(layout.name for layout in INTEGER_FORMATS)})
+FORMATS = frozenset(
+    {"dense", "sparse24", "sparse24_int8"}
+    | {layout.name for layout in INTEGER_FORMATS}
+    | {layout.name for layout in ROTATED}
+)
 #: The same in words.
-FORMATS_READ = "dense, sparse24, sparse24_int8, and int8* and int4* with scales a row or a group, zero points or minima"
+FORMATS_READ = "dense, sparse24*, and int8* and int4* with scales a row or a group, zero points or minima, or rotated"
 _BITWISE: dict[str, Invariance] = {"float32": "bitwise", "bfloat16": "bitwise"}
 #: A packed weight's names for tensors of one number an output and group, or an output.
 _SCALES = {"scales": "scale", "zeros": "zero", "mins": "min"}
@@ -65,7 +72,8 @@ class LinearStruct(ctypes.Structure):
     """`linear::Linear`: a packed layer. Its pointers are borrowed from a packed weight's tensors."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("format", "gated", "activations", "scale_type", "min_type", "sparse")),
+        *((name, ctypes.c_int32) for name in ("format", "gated", "activations", "scale_type", "min_type")),
+        *((name, ctypes.c_int32) for name in ("sparse", "rotated")),
         *((name, ctypes.c_int64) for name in ("outs", "ins", "group", "groups_a_scale")),
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "zeros", "mins", "bias", "input_scale")),
     )
@@ -105,9 +113,11 @@ class Packed:
 
     @property
     def integers(self) -> IntegerFormat | None:
-        """How whole numbers are multiplied: as their format says, and those of a sparse weight as `int8`."""
+        """How whole numbers are multiplied: as their format says, rotated or not; of a sparse weight as `int8`."""
         if isinstance(self.source, SparseFormat):
             return IntegerFormat(8) if self.source.values == "int8" else None
+        if isinstance(self.source, RotatedFormat):
+            return self.source.source
         return self.source if isinstance(self.source, IntegerFormat) else None
 
     @property
@@ -180,7 +190,9 @@ def pack(weight: Weight) -> Weight:
     if weight.format.name == "dense":
         return _pack_dense(weight)
     if isinstance(weight.format, IntegerFormat):
-        return _pack_integers(weight, weight.format)
+        return _pack_integers(weight, Packed(weight.format, INT8 if weight.format.bits == 8 else INT4))
+    if isinstance(weight.format, RotatedFormat):
+        return _pack_integers(weight, Packed(weight.format, INT8))
     if isinstance(weight.format, SparseFormat):
         return _pack_sparse(weight, weight.format)
     raise CompositionError(f"the CPU kernels do not read weights in the format {weight.format.name!r}")
@@ -196,9 +208,9 @@ def _pack_dense(weight: Weight) -> Weight:
     return Weight(Packed(weight.format, BF16 if is_bf16 else FP32), {"panels": panels}, weight.shape)
 
 
-def _pack_integers(weight: Weight, layout: IntegerFormat) -> Weight:
-    outs, ins = weight.shape
-    packed = Packed(layout, INT8 if layout.bits == 8 else INT4)
+def _pack_integers(weight: Weight, packed: Packed) -> Weight:
+    layout, (outs, ins) = packed.integers, weight.shape
+    assert layout is not None
     numbers, columns = weight.tensors["weight"], _round_up(ins, 32 // layout.bits)
     if layout.bits == 4:
         words = _nibble_words(numbers, columns, layout)
@@ -321,6 +333,7 @@ def struct(
         scale_type=0 if scales is None else _NUMBERS[scales.dtype],
         min_type=0 if mins is None else _NUMBERS[mins.dtype],
         sparse=isinstance(packed.source, SparseFormat),
+        rotated=isinstance(packed.source, RotatedFormat),
         outs=weight.shape[0] // 2 if gated else weight.shape[0],
         ins=weight.shape[1],
         group=packed.group,
@@ -349,7 +362,7 @@ def is_bf16(tensor: torch.Tensor) -> int:
 
 def run(layer: LinearStruct, x_TC: torch.Tensor, out: OutputStruct, *, threads: int = 0) -> None:
     """Run one layer over rows of float32 or bfloat16; 0 threads is torch's number."""
-    library = kernels.load("linear")
+    library = kernels.load()
     rows = x_TC if x_TC.stride(-1) == 1 else x_TC.contiguous()
     size = library.intarsia_linear_scratch
     size.restype = ctypes.c_int64

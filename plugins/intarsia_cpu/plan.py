@@ -74,9 +74,8 @@ class Batch(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("ids", "positions", "slots", "bounds", "starts", "pages", "page_bounds")),
-        ("caches", _POINTER),
-        ("num_tokens", _INT),
-        ("num_rows", _INT),
+        *((name, _POINTER) for name in ("caches", "reads")),
+        *((name, _INT) for name in ("num_tokens", "num_rows", "num_reads")),
     )
 
 

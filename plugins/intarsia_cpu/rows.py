@@ -17,7 +17,6 @@ from intarsia.types import Invariance, Weight
 from intarsia_cpu.build import load
 from intarsia_cpu.entries import ENTRIES, Scales, entry_of
 
-AREA = "rows"
 _NAMES = ("float32", "bfloat16")
 _SILU, _GELU_TANH, _SOFT_CAP = range(3)
 #: Numbers from which an op is worth a second thread.
@@ -103,7 +102,7 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 class RowOps:
     """The ops over one compiled library, with the signatures of `intarsia.ops`."""
 
-    library: ctypes.CDLL = field(factory=lambda: load(AREA), repr=False)
+    library: ctypes.CDLL = field(factory=load, repr=False)
 
     def __attrs_post_init__(self) -> None:
         for struct in _STRUCTS:

@@ -21,7 +21,6 @@ from intarsia_cpu.entries import Scales
 from intarsia_cpu.linears import FORMATS, FORMATS_READ
 from intarsia_cpu.plan import DTYPES, MIRRORS, Batch, Cache, Plan, plan
 
-_AREA = "step"
 _ORDER = "PKSD"
 #: What a step's time goes to, in the order of `step::Phase`.
 PHASES = ("embed", "norm", "qkv", "place", "attention", "convert", "out", "up", "down", "residual", "head")
@@ -30,13 +29,13 @@ _MAX_HEAD_DIM = 256
 
 def _load() -> ctypes.CDLL:
     """Return the native step; raise PluginError where it cannot be had."""
-    library = load(_AREA)
+    library = load()
     sizes = (ctypes.c_int64 * len(MIRRORS))()
     library.intarsia_step_sizes(sizes)
     assert list(sizes) == [ctypes.sizeof(mirror) for mirror in MIRRORS]
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for name, arguments, result in (
-        ("bytes", (pointer, number, number), number),
+        ("bytes", (pointer, number, number, number), number),
         ("head_bytes", (pointer, number), number),
         ("run", (pointer, pointer, number, number, pointer, pointer, number, pointer), None),
         ("logits", (pointer, pointer, pointer, number, pointer, pointer, number, pointer), None),
@@ -81,10 +80,16 @@ class FusedRunner:
         made = plan(context.spec, context.layout, context.weights, engine.dtype, engine.max_model_len)
         return cls(context.spec, context.layout, made, engine.threads or torch.get_num_threads())
 
+    def prepare(self, batch: ForwardBatch, layout: CacheLayout) -> None:
+        """Prepare nothing, in the attention backend's place: the native step lays its attention out itself."""
+
     def run(
         self, batch: ForwardBatch, cache: CacheStorage, layers: range, hidden_TE: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run a range of layers from the embedding (range starts at 0) or from `hidden_TE`; return fp32 (T, E)."""
+        """Run a range of layers from the embedding (range starts at 0) or from `hidden_TE`; return fp32 (T, E).
+
+        In the last of them only tokens that are read go on behind their keys and values.
+        """
         num_tokens = len(batch.positions_T)
         if hidden_TE is None:
             assert layers.start == 0
@@ -96,7 +101,7 @@ class FusedRunner:
             return hidden_TE
         native, kept = self._native(batch, ids, cache)
         model = ctypes.addressof(self.plan.model)
-        memory = self._work(self._library.intarsia_step_bytes(model, num_tokens, self.num_threads))
+        memory = self._work(self._library.intarsia_step_bytes(model, num_tokens, native.num_reads, self.num_threads))
         self._library.intarsia_step_run(
             model,
             ctypes.addressof(native),
@@ -126,8 +131,10 @@ class FusedRunner:
             pages=ctypes.addressof(pages),
             page_bounds=ctypes.addressof(page_bounds),
             caches=self._cache_of(cache),
+            reads=None if batch.read_L is None else batch.read_L.data_ptr(),
             num_tokens=len(batch.positions_T),
             num_rows=batch.num_rows,
+            num_reads=len(batch.positions_T if batch.read_L is None else batch.read_L),
         )
         return native, (bounds, starts, tables, limits, slots, pages, page_bounds)
 
@@ -238,12 +245,12 @@ def _refusal(context: RunnerContext) -> str | None:
             return f"layer {index} has heads of {layer.attention.head_dim}, and it runs up to {_MAX_HEAD_DIM}"
     # Composition tries several caches and tells the first refusal; and what is refused need not be compiled.
     if compiler() is None:
-        return unavailable(_AREA)
+        return unavailable()
     if layout.order != _ORDER:
         return f"it reads caches in the order {_ORDER}, not {layout.order}"
     if layout.format not in (engine.dtype, "int8"):
         return f"it reads caches in int8 or the engine's dtype, {engine.dtype}, not in {layout.format}"
-    return unavailable(_AREA)
+    return unavailable()
 
 
 def build(context: RunnerContext) -> FusedRunner:

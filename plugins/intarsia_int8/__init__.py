@@ -9,11 +9,11 @@ from intarsia_int8.options import Int8Options
 
 @hookimpl
 def provide_quantizers() -> list[Provider]:
-    """The formats `int8`, `int8_g32`, `int8_g64` and `int8_g128`, for activations in int8 or in floats."""
+    """The formats `int8`, `int8_g32` and the like, for activations in int8 or in floats, and rotated ones."""
     return [
         Provider(
             key="int8",
-            summary="int8 weights with a scale a group of columns or an output; smoothed (SmoothQuant) if asked",
+            summary="int8 weights with a scale a group or an output; rotated (QuaRot), smoothed (SmoothQuant) if asked",
             options=Int8Options,
             build=lazy("intarsia_int8.quantizer:build"),
         )

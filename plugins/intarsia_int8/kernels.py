@@ -2,7 +2,7 @@
 
 | weight formats | activations | product |
 | --- | --- | --- |
-| `int8`, `int8_a16` | whole numbers of 15 bits, a scale a token | exact int32 sums |
+| `int8`, `int8_a16`, `int8_rotated` | whole numbers of 15 bits, a scale a token | exact int32 sums |
 | `int8_g*` and the like | as they come | pieces of the weight are dequantized, one after the other |
 
 One scale a token at 8 bits costs too much where a few inputs are hundreds of times as large as the others, as they are
@@ -23,6 +23,7 @@ from torch.nn import functional
 from intarsia.ops import linear as reference
 from intarsia.protocols import Kernel, PartContext
 from intarsia.quantizing.integers import FORMATS
+from intarsia.quantizing.rotated import ROTATED, RotatedFormat, rotate
 from intarsia.types import Fit, Invariance, Unfit, Weight, dense
 
 #: Numbers dequantized at once: temporary tensors stay this small, however large a weight is.
@@ -35,9 +36,9 @@ _COLUMNS = ((1 << 31) - 1) // (128 * 128)
 #: The largest whole number whose digits, from -128 to 127 each, are rounded to nearest: 127 * 256 + 127.
 _LARGEST = 127 * _BASE + 127
 #: Formats with one scale an output.
-ROWS = frozenset({"int8", "int8_a16"})
+ROWS = frozenset({"int8", "int8_a16", "int8_rotated"})
 #: Those with a scale a group.
-GROUPS = frozenset(layout.name for layout in FORMATS if layout.bits == 8) - ROWS
+GROUPS = frozenset({layout.name for layout in FORMATS if layout.bits == 8} | {layout.name for layout in ROTATED}) - ROWS
 
 
 def linear(x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,6 +58,8 @@ def _product(x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None) ->
     x = x_TC.float()
     if "input_scale" in tensors:
         x = x * tensors["input_scale"]
+    if isinstance(weight.format, RotatedFormat):
+        x = rotate(x)
     digits, scale_T1 = _digits(x)
     sums = _sums(digits, tensors["weight"])
     # Sums of high digits can need more bits than float32 has, where there are over a thousand inputs: it rounds once.
@@ -91,6 +94,9 @@ def dequantizing_linear(x_TC: torch.Tensor, weight: Weight, bias_N: torch.Tensor
     """Return x @ weight.T + bias, (T, N), as the reference does, with a piece of the weight in floats at a time."""
     outs, ins = weight.shape
     num_rows = max(1, _CHUNK // max(1, ins))
+    if isinstance(weight.format, RotatedFormat):  # rows are rotated once, in the place of each piece
+        scale_C = weight.tensors.get("input_scale", 1.0)
+        x_TC, weight = rotate(x_TC.float() * scale_C).to(x_TC.dtype), weight.format.plain(weight)
     if num_rows >= outs:
         return reference(x_TC, weight, bias_N)
     out_TN = torch.empty(x_TC.shape[0], outs, dtype=x_TC.dtype, device=x_TC.device)

@@ -1,4 +1,4 @@
-"""The quantizer of the formats `int8`, `int8_g32` and the like: `intarsia.quantizing.integers` describes them.
+"""The quantizer of the formats `int8`, `int8_g32` and so on: `intarsia.quantizing.integers` and `.rotated` have them.
 
 Each output's row, or each group of its columns, is rounded to nearest with a scale of its own: its largest magnitude /
 127, so that every number is at most half a scale off. A row or group of zeros has scale 0. Scales of rows are float32.
@@ -25,61 +25,79 @@ from intarsia.protocols import PartContext
 from intarsia.quantizing.calibration import Calibration
 from intarsia.quantizing.integers import IntegerFormat
 from intarsia.quantizing.options import CALIBRATION
+from intarsia.quantizing.rotated import BLOCK, RotatedFormat, rotate_rows
 from intarsia.types import EMBED, Weight
 from intarsia_int8.options import Int8Options
 from intarsia_int8.smoothing import column_size, smoothing_scale
 
-#: Numbers quantized at once: temporary tensors stay this small, however large a weight is.
-_CHUNK = 1 << 22
+#: Numbers quantized at once: temporary tensors stay in the caches, however large a weight is.
+_CHUNK = 1 << 20
 _LARGEST = 127
+#: Where magnitudes begin whose sums are looked after.
+_HUGE = 2.0**120
 #: From here on float16 has at least the 8 bits of bfloat16.
 _SMALLEST_HALF = 2.0**-16
 
 
-def quantize(name: str, weight_NC: torch.Tensor, layout: IntegerFormat, scale_C: torch.Tensor | None = None) -> Weight:
+def quantize(
+    name: str,
+    weight_NC: torch.Tensor,
+    layout: IntegerFormat | RotatedFormat,
+    scale_C: torch.Tensor | None = None,
+) -> Weight:
     """Round a floating weight to int8.
 
     Args:
         name: of the weight, for messages.
         weight_NC: the weight.
         layout: a format of 8 bits without minima.
-        scale_C: what its columns are multiplied by before they are rounded; the result's `input_scale` undoes it.
+        scale_C: what its columns are multiplied by before all else; the result's `input_scale` undoes it.
 
     Raises:
         CheckpointError: it holds NaN or infinity; names it.
     """
     outs, ins = weight_NC.shape
     num_rows = max(1, _CHUNK // max(1, ins))
+    group = (layout.source if isinstance(layout, RotatedFormat) else layout).group
+    # Sums of numbers that fill a float32 would not fit it.
+    shrink = 1 / BLOCK if isinstance(layout, RotatedFormat) and _is_huge(weight_NC) else 1.0
 
     def pieces() -> Iterator[torch.Tensor]:
         for rows in torch.split(weight_NC, num_rows):
-            yield _groups(rows.float() if scale_C is None else rows.float() * scale_C, layout)
+            scaled = rows.float() if scale_C is None else rows.float() * scale_C
+            scaled = scaled if shrink == 1 else scaled * shrink
+            yield _groups(rotate_rows(scaled) if isinstance(layout, RotatedFormat) else scaled, group)
 
     largest_NG = torch.cat([groups_NGS.abs().amax(-1) for groups_NGS in pieces()])
     if not largest_NG.isfinite().all():
         raise CheckpointError(f"{name} holds NaN or infinity, which int8 cannot represent")
-    scale_NG = _stored(largest_NG / _LARGEST, layout)
+    scale_NG = _stored(largest_NG / _LARGEST / shrink, group)
     numbers = torch.empty(outs, ins, dtype=torch.int8, device=weight_NC.device)
     for groups_NGS, divisor_NG, out_NC in zip(
         pieces(), torch.split(scale_NG, num_rows), torch.split(numbers, num_rows), strict=True
     ):
-        out_NC.copy_(_round(groups_NGS, divisor_NG.float())[:, :ins])
-    tensors = {"weight": numbers, "scale": scale_NG if layout.group is not None else scale_NG[:, 0]}
+        out_NC.copy_(_round(groups_NGS, divisor_NG.float() * shrink)[:, :ins])
+    tensors = {"weight": numbers, "scale": scale_NG if group is not None else scale_NG[:, 0]}
     if scale_C is not None:
         tensors["input_scale"] = 1 / scale_C
     return Weight(layout, tensors, (outs, ins))
 
 
-def _groups(rows_NC: torch.Tensor, layout: IntegerFormat) -> torch.Tensor:
+def _is_huge(weight_NC: torch.Tensor) -> bool:
+    low, high = torch.aminmax(weight_NC)
+    return bool(torch.maximum(-low, high) > _HUGE)
+
+
+def _groups(rows_NC: torch.Tensor, group: int | None) -> torch.Tensor:
     """Return the columns that share a scale apart, (N, G, S); zeros fill the last group, and change no largest one."""
     columns = rows_NC.shape[1]
-    width = layout.group or max(1, columns)
+    width = group or max(1, columns)
     return functional.pad(rows_NC, (0, -columns % width)).view(len(rows_NC), -1, width)
 
 
-def _stored(scale_NG: torch.Tensor, layout: IntegerFormat) -> torch.Tensor:
+def _stored(scale_NG: torch.Tensor, group: int | None) -> torch.Tensor:
     """Return scales in the dtype that the weight has them in."""
-    if layout.group is None:
+    if group is None:
         return scale_NG
     is_even = (scale_NG == 0) | ((scale_NG >= _SMALLEST_HALF) & (scale_NG <= torch.finfo(torch.float16).max))
     return scale_NG.to(torch.float16 if bool(is_even.all()) else torch.bfloat16)
@@ -99,24 +117,29 @@ class Int8Quantizer:
 
     Attributes:
         calibration: what the layers' inputs look like, where they are smoothed.
+        device: where the engine runs.
     """
 
     options: Int8Options
     calibration: Calibration | None = None
+    device: str = "cpu"
 
     @property
-    def _format(self) -> IntegerFormat:
-        return IntegerFormat(8, self.options.group or None, activations=self.options.activations)
+    def layout(self) -> IntegerFormat | RotatedFormat:
+        """The format that it makes."""
+        columns = self.options.columns(self.device)
+        layout = IntegerFormat(8, columns, activations=self.options.activations)
+        return RotatedFormat(layout) if self.options.rotates(self.device) else layout
 
     @property
     def format(self) -> str:
-        """`int8`, `int8_g32` and so on; `_a16` behind it where activations stay floats."""
-        return self._format.name
+        """`int8`, `int8_g32` and so on; with `_a16` where activations stay floats, `_rotated` where columns are."""
+        return self.layout.name
 
     @property
     def column_step(self) -> int:
-        """Columns that share a scale or a group: where ranks share a model, they stay together."""
-        return self._format.column_step
+        """Columns that share a scale, or are rotated together: where ranks share a model, they stay together."""
+        return self.layout.column_step
 
     def accepts(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the options include it."""
@@ -125,7 +148,7 @@ class Int8Quantizer:
 
     def num_bytes(self, name: str, shape: tuple[int, ...]) -> int:
         """A byte a number, and the scales: four bytes a row, or two a group; four more a column that is smoothed."""
-        return self._format.num_bytes(shape) + (4 * shape[1] if self._smooths(name) else 0)
+        return self.layout.num_bytes(shape) + (4 * shape[1] if self._smooths(name) else 0)
 
     def quantize(self, name: str, weight: Weight) -> Weight:
         """Return the weight in int8.
@@ -135,7 +158,7 @@ class Int8Quantizer:
             ConfigError: the calibration has nothing of this weight.
         """
         floats = weight.dequantize()
-        return quantize(name, floats, self._format, self._scale(name, floats) if self._smooths(name) else None)
+        return quantize(name, floats, self.layout, self._scale(name, floats) if self._smooths(name) else None)
 
     def _smooths(self, name: str) -> bool:
         """Whether the inputs of this weight are smoothed. An embedding has none, nor has a head that is tied to it."""
@@ -154,4 +177,4 @@ def build(context: PartContext) -> Int8Quantizer:
     """Make the part; raise ConfigError where the calibration cannot be read."""
     options: Int8Options = context.options
     calibration = Calibration.open(Path(options.calibration), CALIBRATION) if options.calibration else None
-    return Int8Quantizer(options, calibration)
+    return Int8Quantizer(options, calibration, context.engine.device)

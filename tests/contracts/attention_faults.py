@@ -328,6 +328,14 @@ class SeesBehindItsWindow(Oracle):
         return super().row(q, keys, values, start, first, evolve(spec, window=window))
 
 
+@plant("test_a_key_that_is_not_seen_weighs_nothing")
+class LeavesTheUnseenALittle(Oracle):
+    """Keys that a query does not see weigh as little as an exponential of -80."""
+
+    def row(self, q, keys, values, start, first, spec):
+        return softmax_row(q, keys, values, start, first, spec, hide=-80.0)
+
+
 @plant("test_what_is_cached_counts_like_what_is_new")
 class ForgetsTheStart(Oracle):
     """It takes a chunk's first token for the first of its prompt."""

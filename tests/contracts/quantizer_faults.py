@@ -24,7 +24,7 @@ plant = planting(FAULTS)
 class Int8(Int8Quantizer):
     """Weights in `int8_g32`: a good one."""
 
-    asked: ClassVar = {}
+    asked: ClassVar = {"group": 32}
 
     def remade(self, made, /, **tensors):
         return evolve(made, tensors={**made.tensors, **tensors})

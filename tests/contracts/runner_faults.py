@@ -208,6 +208,49 @@ class ReturnsHalfs(Broken):
         return super().logits(hidden_TE, rows_L).bfloat16()
 
 
+@plant("test_tokens_that_are_not_read_may_be_left")
+class LeavesKeysUnwritten(Broken):
+    """Of tokens that are not read it leaves the last layer's keys at 0."""
+
+    def gives(self, hidden, batch, cache, layers):
+        if batch.read_L is not None:
+            pages, slots = slots_of(batch, self.layout)
+            unread = torch.ones(len(hidden), dtype=torch.bool).index_fill(0, batch.read_L, False)
+            cache.layer(layers[-1]).keys[at(pages[unread], slots[unread], self.layout.order)] = 0
+        return hidden
+
+
+@plant("test_tokens_that_are_not_read_may_be_left")
+class RunsNothingForNobody(Broken):
+    """Where no token is read it does nothing."""
+
+    def run(self, batch, cache, layers, hidden_TE=None):
+        if batch.read_L is not None and not len(batch.read_L):
+            return torch.zeros(len(batch.ids_T), self.spec.embed_dim)
+        return super().run(batch, cache, layers, hidden_TE)
+
+
+@plant("test_tokens_that_are_not_read_may_be_left")
+class PacksWhatIsRead(Broken):
+    """It returns tokens that are read end to end, and not where they stood."""
+
+    def gives(self, hidden, batch, cache, layers):
+        if batch.read_L is None:
+            return hidden
+        return torch.cat([hidden[batch.read_L], torch.zeros_like(hidden[len(batch.read_L) :])])
+
+
+@plant("test_tokens_that_are_not_read_may_be_left")
+class ReadsOneTokenARow(Broken):
+    """Of a row's tokens that are read it goes on with the last alone."""
+
+    def gives(self, hidden, batch, cache, layers):
+        if batch.read_L is None:
+            return hidden
+        row_L = torch.searchsorted(torch.tensor(batch.bounds), batch.read_L, right=True)
+        return hidden.index_fill(0, batch.read_L[:-1][row_L.diff() == 0], 0.0)
+
+
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 

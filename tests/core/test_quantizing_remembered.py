@@ -4,13 +4,14 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from time import time
 
 import pytest
 import torch
 
 from intarsia.quantizing.remembered import RememberedWeights, code_digest, digest
-from integer_weights import VARIED, integer_weight
+from integer_weights import ROTATED, VARIED, integer_weight
 
 KEY = "0" * 64
 
@@ -36,7 +37,7 @@ def same(left, right):
     )
 
 
-@pytest.mark.parametrize("name", [layout.name for layout in VARIED])
+@pytest.mark.parametrize("name", [*(layout.name for layout in VARIED), *ROTATED])
 def test_a_weight_is_found_again_bit_for_bit(name, kept):
     weight = integer_weight(name, 7, 50, input_scale=True)
     assert kept.get(KEY, lambda: weight) is weight
@@ -175,6 +176,21 @@ def test_what_was_not_used_for_longest_goes(kept):
     small = RememberedWeights(kept.folder, most_bytes=3 * size)
     small.get("5" * 64, lambda: weights["5" * 64])
     assert {path.name[0] for path in kept.folder.iterdir()} == {"5", "0", "4"}
+
+
+def test_a_file_that_another_process_removes_while_it_is_read_is_made_again(kept, monkeypatch):
+    weight = integer_weight("int8", 3, 40)
+    kept.get(KEY, lambda: weight)
+
+    def gone_when_mapped(path, *args, **kwargs):
+        Path(path).unlink()  # safetensors has read the header of it by now
+        return mapped(path, *args, **kwargs)
+
+    mapped = torch.UntypedStorage.from_file
+    monkeypatch.setattr("torch.UntypedStorage.from_file", gone_when_mapped)
+    assert kept.get(KEY, lambda: weight) is weight
+    monkeypatch.undo()
+    assert same(kept.get(KEY, never), weight)
 
 
 def test_what_dead_writers_left_goes_after_an_hour_and_other_files_stay(kept):

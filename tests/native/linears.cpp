@@ -37,7 +37,7 @@ struct Kind {
   Format format;
   Numbers activations, scale_type, min_type;
   int group, groups_a_scale;
-  bool has_zeros, has_mins, gated, has_bias, has_input_scale;
+  bool has_zeros, has_mins, gated, has_bias, has_input_scale, rotated;
 };
 
 /// A layer with random weights, and what they stand for.
@@ -53,6 +53,7 @@ struct Layer {
     linear.format = kind.format;
     linear.gated = kind.gated;
     linear.activations = kind.activations;
+    linear.rotated = kind.rotated;
     linear.scale_type = kind.scale_type;
     linear.min_type = kind.min_type;
     linear.outs = outs;
@@ -143,13 +144,14 @@ Numbers number_type() {
 }
 /// A random kind of a format: integers with int8 rows or float ones, with scales of any type, a row or a group.
 Kind kind_of(Format format) {
-  Kind kind{format, Numbers::FP32, Numbers::FP32, Numbers::FP32, 0, 0, false, false, false, whole(0, 3) == 0, false};
+  Kind kind{format, Numbers::FP32, Numbers::FP32, Numbers::FP32, 0, 0, false, false, false, whole(0, 3) == 0, false, false};
   kind.gated = whole(0, 1) == 1;
   if (format == Format::BF16) kind.activations = Numbers::BF16;
   if (!is_integer(format)) return kind;
   kind.activations = std::vector<Numbers>{Numbers::FP32, Numbers::BF16, Numbers::INT8}[(size_t)whole(0, 2)];
   kind.has_input_scale = whole(0, 1) == 1;
   const bool has_int_rows = kind.activations == Numbers::INT8;
+  kind.rotated = has_int_rows && coin();
   if (format == Format::INT8 && whole(0, 1) == 1) {
     kind.group = has_int_rows ? 64 : 0;
     return kind;
@@ -181,6 +183,23 @@ double value_of(bf16_t number) {
   return isa::to_float(number);
 }
 
+/// One row as the layer's weights meet it.
+template <class T>
+std::vector<double> row_of(const Layer& layer, const T* x) {
+  std::vector<double> row((size_t)layer.linear.ins);
+  for (size_t c = 0; c < row.size(); c++) row[c] = value_of(x[c]) * (layer.input_scale.empty() ? 1 : layer.input_scale[c]);
+  if (!layer.kind.rotated) return row;
+  std::vector<double> rotated = row;
+  for (size_t begin = 0; begin + 64 <= row.size(); begin += 64) {
+    for (size_t i = 0; i < 64; i++) {
+      double sum = 0;
+      for (size_t j = 0; j < 64; j++) sum += row[begin + j] * (__builtin_parityll(i & j) ? -1 : 1);
+      rotated[begin + i] = sum / 8;
+    }
+  }
+  return rotated;
+}
+
 template <class T>
 bool check(const Layer& layer, int num_rows, int num_threads) {
   const Linear& linear = layer.linear;
@@ -199,15 +218,14 @@ bool check(const Layer& layer, int num_rows, int num_threads) {
   }
   for (int thread = 0; thread < num_threads; thread++) linear_part(linear, rows, num_rows, output, thread, num_threads);
   for (int r = 0; r < num_rows; r++) {
+    const std::vector<double> met = row_of(layer, x.data() + r * linear.ins);
     for (int n = 0; n < linear.outs; n++) {
       double products[2] = {0, 0}, magnitude = 1;
       for (int half = 0; half < (linear.gated ? 2 : 1); half++) {
         const int row = n + half * (int)linear.outs;
         products[half] = layer.bias.empty() ? 0 : layer.bias[(size_t)row];
         for (int c = 0; c < linear.ins; c++) {
-          const double scale = layer.input_scale.empty() ? 1 : layer.input_scale[(size_t)c];
-          products[half] +=
-              value_of(x[(size_t)(r * linear.ins + c)]) * scale * layer.values[(size_t)(row * linear.ins + c)];
+          products[half] += met[(size_t)c] * layer.values[(size_t)(row * linear.ins + c)];
         }
         magnitude *= 1 + std::abs(products[half]) + std::sqrt((double)linear.ins) * 1.5;
       }

@@ -1,5 +1,6 @@
 // Fused steps of random small models over memory of exactly their size, with NaN in every slot that nothing was written
-// to: what is read or written beyond, the sanitizers see. A batch's bits must not depend on its threads.
+// to: what is read or written beyond, the sanitizers see. A token's bits must not depend on the batch's threads, nor on
+// which tokens are read besides.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -68,6 +69,7 @@ struct Model {
     if (made.format == Format::INT8) {
       made.activations = coin() ? linear::Numbers::INT8 : (linear::Numbers)model.dtype;
       made.group = made.activations == linear::Numbers::INT8 ? 64 : 0;
+      made.rotated = made.activations == linear::Numbers::INT8 && coin();
       for (uint8_t& byte : bytes) byte = (uint8_t)whole(1, 255);
       made.scales = keep(std::vector<float>((size_t)(count * linear::PANEL), 0.003f));
     } else if (made.format == Format::BF16) {
@@ -187,25 +189,31 @@ void expect_likeliest(const StepModel& model, const std::vector<float>& hidden, 
   }
 }
 
-/// The logits of a batch, (T, V).
-std::vector<float> logits(const Model& made, Batch& rows, int num_threads) {
-  const StepModel& model = made.model;
+/// What a run over a batch leaves: the residual stream (T, E), and its caches with NaN where nothing was written.
+struct Ran {
+  std::vector<float> hidden;
   std::vector<std::unique_ptr<std::vector<uint8_t>>> tensors;
+};
+
+/// Run both layers, in one range or in two. Of the second only some tokens are read, unless `reads` is null.
+Ran run(const Model& made, Batch& rows, const std::vector<int64_t>* reads, bool at_once, int num_threads) {
+  const StepModel& model = made.model;
+  Ran ran;
   std::vector<StepCache> caches;
   for (const StepLayer& layer : made.layers) {
     const int64_t head = model.page_size * layer.head_dim, page = head * layer.num_kv_heads;
     const size_t bytes = (size_t)(rows.num_pages * page * entries::bytes((int32_t)model.cache_entry));
     uint8_t* both[2];
     for (uint8_t*& one : both) {
-      tensors.push_back(std::make_unique<std::vector<uint8_t>>(bytes, 0xff));  // NaN in either type
-      one = tensors.back()->data();
+      ran.tensors.push_back(std::make_unique<std::vector<uint8_t>>(bytes, 0xff));  // NaN in either type
+      one = ran.tensors.back()->data();
     }
     float* scales[2] = {nullptr, nullptr};
     const int64_t slots = model.page_size, heads = layer.num_kv_heads;
     if (model.cache_entry == entries::INT8) {
       for (float*& one : scales) {
-        tensors.push_back(std::make_unique<std::vector<uint8_t>>((size_t)(rows.num_pages * heads * slots * 4), 0xff));
-        one = (float*)tensors.back()->data();
+        ran.tensors.push_back(std::make_unique<std::vector<uint8_t>>((size_t)(rows.num_pages * heads * slots * 4), 0xff));
+        one = (float*)ran.tensors.back()->data();
       }
     }
     caches.push_back({both[0], both[1], scales[0], scales[1], page, head, layer.head_dim, heads * slots, slots, 1});
@@ -221,19 +229,69 @@ std::vector<float> logits(const Model& made, Batch& rows, int num_threads) {
   batch.pages = &pages;
   batch.page_bounds = &page_bounds;
   batch.caches = caches.data();
-  std::vector<float> hidden((size_t)(batch.num_tokens * model.embed_dim), NAN);
-  Bytes memory(step::step_bytes(model, batch.num_tokens, num_threads));
+  ran.hidden.assign((size_t)(batch.num_tokens * model.embed_dim), NAN);
+  const auto run_layers = [&](int64_t first, int64_t last, double* seconds) {
+    Bytes memory(step::step_bytes(model, batch.num_tokens, batch.num_reads, num_threads));
+    step::run(model, batch, first, last, ran.hidden.data(), memory.data.get(), num_threads, seconds);
+  };
   double seconds[step::NUM_PHASES] = {};
-  step::run(model, batch, 0, 1, hidden.data(), memory.data.get(), num_threads, seconds);
-  batch.ids = nullptr;  // the second layer takes the residual stream up
-  step::run(model, batch, 1, 2, hidden.data(), memory.data.get(), num_threads, nullptr);
-  std::vector<int64_t> all((size_t)batch.num_tokens);
+  batch.num_reads = batch.num_tokens;
+  if (!at_once) {
+    run_layers(0, 1, seconds);
+    batch.ids = nullptr;  // the second layer takes the residual stream up
+  }
+  if (reads != nullptr) {
+    batch.reads = reads->data();
+    batch.num_reads = (int64_t)reads->size();
+  }
+  run_layers(at_once ? 0 : 1, 2, at_once ? seconds : nullptr);
+  return ran;
+}
+
+/// The logits (T, V) of a residual stream.
+std::vector<float> logits(const StepModel& model, const std::vector<float>& hidden, int64_t num_tokens, int num_threads) {
+  std::vector<int64_t> all((size_t)num_tokens);
   for (size_t i = 0; i < all.size(); i++) all[i] = (int64_t)i;
-  std::vector<float> found((size_t)(batch.num_tokens * model.vocab_size), NAN);
-  Bytes head(step::head_bytes(model, batch.num_tokens));
-  step::logits(model, hidden.data(), all.data(), batch.num_tokens, found.data(), head.data.get(), num_threads, nullptr);
+  std::vector<float> found((size_t)(num_tokens * model.vocab_size), NAN);
+  Bytes head(step::head_bytes(model, num_tokens));
+  step::logits(model, hidden.data(), all.data(), num_tokens, found.data(), head.data.get(), num_threads, nullptr);
   expect_likeliest(model, hidden, all, found, num_threads);
   return found;
+}
+
+/// Tokens to read, ascending: none, one, neighbours of one row or of several, any, all but one, or all.
+std::vector<int64_t> some_of(int num_tokens, int kind) {
+  int begin = whole(0, num_tokens - 1), end = begin + 1;
+  if (kind == 0) end = begin;
+  if (kind == 2) end = whole(begin, num_tokens);
+  if (kind > 2) begin = 0, end = num_tokens;
+  const int odds = whole(1, 8), left = kind == 4 ? whole(0, num_tokens - 1) : -1;
+  std::vector<int64_t> some;
+  for (int token = begin; token < end; token++) {
+    if (token != left && (kind != 3 || whole(0, odds) == 0)) some.push_back(token);
+  }
+  return some;
+}
+constexpr int KINDS = 6;
+
+/// Exit where tokens that are read alone, or what the cache holds then, have other bits than where all are read.
+void expect_reads(const Model& made, Batch& rows, const Ran& whole_run, int num_threads) {
+  const size_t width = (size_t)made.model.embed_dim;
+  for (int kind = 0; kind < KINDS; kind++) {
+    const std::vector<int64_t> reads = some_of((int)rows.batch.num_tokens, kind);
+    const Ran ran = run(made, rows, &reads, coin(), num_threads);
+    bool same = true;
+    for (const int64_t token : reads) {
+      const size_t at = (size_t)token * width;
+      same &= memcmp(ran.hidden.data() + at, whole_run.hidden.data() + at, width * sizeof(float)) == 0;
+    }
+    for (size_t i = 0; i < ran.tensors.size(); i++) same &= *ran.tensors[i] == *whole_run.tensors[i];
+    if (!same) {
+      printf("other bits where %zu of %d tokens are read, kind %d, with %d threads\n", reads.size(),
+             (int)rows.batch.num_tokens, kind, num_threads);
+      exit(1);
+    }
+  }
 }
 
 }  // namespace
@@ -242,15 +300,19 @@ int main() {
   for (int round = 0; round < 60; round++) {
     const Model model;
     Batch batch(model.model);
-    const std::vector<float> alone = logits(model, batch, 1);
+    const int64_t num_tokens = batch.batch.num_tokens;
+    const Ran ran = run(model, batch, nullptr, false, 1);
+    const std::vector<float> alone = logits(model.model, ran.hidden, num_tokens, 1);
     for (float number : alone) {
       if (!std::isfinite(number)) {
         printf("round %d: a logit is %g\n", round, number);
         return 1;
       }
     }
-    for (int num_threads = 2; num_threads <= 3; num_threads++) {
-      const std::vector<float> found = logits(model, batch, num_threads);
+    for (int num_threads = 1; num_threads <= 3; num_threads++) {
+      expect_reads(model, batch, ran, num_threads);
+      const Ran other = run(model, batch, nullptr, coin(), num_threads);
+      const std::vector<float> found = logits(model.model, other.hidden, num_tokens, num_threads);
       if (memcmp(found.data(), alone.data(), alone.size() * sizeof(float)) != 0) {
         printf("round %d: other bits with %d threads\n", round, num_threads);
         return 1;

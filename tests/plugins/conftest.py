@@ -9,10 +9,11 @@ from intarsia_cpu import build
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory):
-    """Compiled kernels of this session, apart from the user's."""
-    folder = tmp_path_factory.mktemp("kernels")
-    folder.chmod(0o700)
+def kernel_cache(tmp_path_factory, worker_id):
+    """Compiled kernels of this run, apart from the user's. Its processes share them."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder if worker_id == "master" else folder.parent) / "kernels"
+    folder.mkdir(mode=0o700, exist_ok=True)
     with mock.patch.dict(os.environ, {build.CACHE_VARIABLE: str(folder)}):
         yield folder
 

@@ -27,12 +27,12 @@ ROWS = [(0, 1), (0, 2), (0, 16), (0, 37), (63, 1), (64, 1), (127, 2), (16, 16), 
 
 @pytest.fixture(scope="session", params=PATHS)
 def part(request, compiled):  # noqa: F811
-    return CpuAttention(library=compiled("attention", request.param))
+    return CpuAttention(library=compiled(request.param))
 
 
 @pytest.fixture(scope="session")
 def best(compiled):  # noqa: F811
-    return CpuAttention(library=compiled("attention", PATHS[0]))
+    return CpuAttention(library=compiled(PATHS[0]))
 
 
 def rows(spec, dtype, shapes=ROWS):
@@ -47,7 +47,7 @@ class TestEveryPath(AttentionContract):
 
     @pytest.fixture(autouse=True, params=PATHS)
     def on_path(self, request, compiled):  # noqa: F811
-        self.part = CpuAttention(library=compiled("attention", request.param))
+        self.part = CpuAttention(library=compiled(request.param))
 
     def provider(self):
         (provider,) = provide_attention_backends()
@@ -82,6 +82,19 @@ def test_the_bits_are_the_same_in_any_chunks_batch_pages_order_and_threads(part,
             assert torch.equal(out, bits[piece.start : piece.start + piece.length]), (chunk, piece.start)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("facts", [{}, {"window": 9}])
+def test_a_key_that_is_not_seen_weighs_nothing_whatever_its_value(part, dtype, facts):
+    """Queries share tiles with others, which see keys of values so large that the smallest weight would show."""
+    spec = attention_spec(6, 2, 24, **facts)
+    whole = AttentionRow.random(spec, 0, 100, 3, dtype)
+    whole.values[20::20] = 1e37
+    (bits,) = attend(part, spec, [whole])
+    assert bits[:20].abs().max() < 10
+    for piece, out in zip(whole.chunks(1), attend(part, spec, whole.chunks(1)), strict=True):
+        assert torch.equal(out, bits[piece.start : piece.start + 1]), piece.start
+
+
 # --- what it fits -----------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +105,7 @@ def context(head_dim=64, device="cpu", dtype="bfloat16"):
 
 
 def test_it_fits_cpus_and_says_what_else_it_does_not(monkeypatch):
-    monkeypatch.setattr(attention, "unavailable", lambda area: None)
+    monkeypatch.setattr(attention, "unavailable", lambda: None)
     assert isinstance(attention.fit(context()), Fit)
     for facts, word in (
         ({"device": "cuda"}, "cuda"),
@@ -101,5 +114,5 @@ def test_it_fits_cpus_and_says_what_else_it_does_not(monkeypatch):
     ):
         refusal = attention.fit(context(**facts))
         assert isinstance(refusal, Unfit) and word in refusal.reason
-    monkeypatch.setattr(attention, "unavailable", lambda area: "no compiler")
+    monkeypatch.setattr(attention, "unavailable", lambda: "no compiler")
     assert attention.fit(context()) == Unfit("no compiler")

@@ -16,12 +16,11 @@ SOURCE = '#include <omp.h>\nextern "C" __attribute__((visibility("default"))) in
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """A folder of sources with one area, small enough to compile at once, and a cache of its own."""
+    """A folder with one source, small enough to compile at once, and a cache of its own."""
     folder = tmp_path / "src"
     folder.mkdir()
-    (folder / "abi_small.cpp").write_text(SOURCE % 42)
+    (folder / "small.cpp").write_text(SOURCE % 42)
     monkeypatch.setattr(build, "SOURCES", folder)
-    monkeypatch.setattr(build, "AREAS", ("small",))
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     build._load.cache_clear()
     yield folder
@@ -34,44 +33,46 @@ def libraries():
 
 def test_a_library_is_compiled_once_and_found_again(sources, caplog):
     caplog.set_level("INFO", "intarsia.cpu")
-    assert build.load("small").answer() == 42
-    assert "compiling the CPU kernels of 'small'" in caplog.text
+    assert build.load().answer() == 42
+    assert "compiling the CPU kernels for" in caplog.text
     caplog.clear()
     build._load.cache_clear()
-    assert build.load("small").answer() == 42
+    assert build.load().answer() == 42
     assert not caplog.text and len(libraries()) == 1
 
 
-def test_the_first_load_compiles_all_areas_side_by_side_and_a_broken_one_fails_alone(sources, monkeypatch):
-    for area, text in (("other", SOURCE % 7), ("broken", "no C++")):
-        (sources / f"abi_{area}.cpp").write_text(text)
-    monkeypatch.setattr(build, "AREAS", ("broken", "small", "other"))
-    assert build.load("small").answer() == 42
-    assert sorted(file.name.split("-")[0] for file in libraries()) == ["other", "small"]
-    with pytest.raises(PluginError, match=r"cannot compile abi_broken\.cpp"):
-        build.load("broken")
+def test_all_sources_are_one_library_and_a_broken_one_is_named(sources):
+    (sources / "other.cpp").write_text(SOURCE.replace("answer", "other") % 7)
+    library = build.load()
+    assert library.answer() == 42 and library.other() == 7 and len(libraries()) == 1
+    (sources / "broken.cpp").write_text("no C++")
+    build._load.cache_clear()
+    with pytest.raises(PluginError, match=r"cannot compile broken\.cpp"):
+        build.load()
+    assert len(libraries()) == 1
 
 
-def test_every_source_is_compiled_with_the_first():
-    assert sorted(build.AREAS) == sorted(file.stem.removeprefix("abi_") for file in build.SOURCES.glob("abi_*.cpp"))
+def test_what_takes_longest_begins_first():
+    stems = [source.stem for source in build.sources()]
+    assert set(stems[: len(build._LONG)]) == set(build._LONG)
 
 
 def test_other_sources_headers_and_paths_are_other_libraries(sources, monkeypatch):
-    build.load("small")
-    (sources / "abi_small.cpp").write_text(SOURCE % 43)
+    build.load()
+    (sources / "small.cpp").write_text(SOURCE % 43)
     build._load.cache_clear()
-    assert build.load("small").answer() == 43
+    assert build.load().answer() == 43
     (sources / "any.h").write_text("// new")
     build._load.cache_clear()
-    build.load("small")
+    build.load()
     monkeypatch.setenv(build.ISA_VARIABLE, "portable")
-    build.load("small")
+    build.load()
     assert len(libraries()) == (4 if build.supported()[0] != "portable" else 3)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no digest", "digest of bytes that are no text"])
 def test_a_damaged_library_is_built_anew(sources, damage):
-    build.load("small")
+    build.load()
     [library] = libraries()
     whole = library.read_bytes()
     digest = library.with_suffix(".sha256")
@@ -86,14 +87,14 @@ def test_a_damaged_library_is_built_anew(sources, damage):
         library.write_bytes(whole)
         digest.unlink() if damage == "no digest" else digest.write_bytes(b"\xff\xfe")
     build._load.cache_clear()
-    assert build.load("small").answer() == 42
+    assert build.load().answer() == 42
     assert build._intact(library)
 
 
 def compile_once(folder, cache):
     build.SOURCES = folder
     os.environ[build.CACHE_VARIABLE] = cache
-    return build.load("small").answer()
+    return build.load().answer()
 
 
 def test_processes_that_start_at_once_build_it_once(sources, monkeypatch, tmp_path):
@@ -105,15 +106,15 @@ def test_processes_that_start_at_once_build_it_once(sources, monkeypatch, tmp_pa
     with multiprocessing.get_context("fork").Pool(3) as pool:
         answers = pool.starmap(compile_once, [(sources, str(tmp_path / "cache"))] * 3)
     assert answers == [42] * 3
-    assert log.read_text().split() == ["called"]
+    assert log.read_text().split() == ["called"] * 2  # to compile, and to link
 
 
 def test_only_the_last_used_libraries_are_kept(sources, monkeypatch):
     monkeypatch.setattr(build, "_KEPT", 2)
     for number in (1, 2, 3):
-        (sources / "abi_small.cpp").write_text(SOURCE % number)
+        (sources / "small.cpp").write_text(SOURCE % number)
         build._load.cache_clear()
-        build.load("small")
+        build.load()
         time.sleep(0.01)
     assert len(libraries()) == 2 and len(list(build.cache_folder("cpu").iterdir())) == 6
 
@@ -121,33 +122,33 @@ def test_only_the_last_used_libraries_are_kept(sources, monkeypatch):
 def test_no_compiler_is_said_with_what_to_install(sources, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert "install g++ or set CXX" in build.unavailable("small")
+    assert "install g++ or set CXX" in build.unavailable()
     with pytest.raises(PluginError, match="install g"):
-        build.load("small")
+        build.load()
 
 
 def test_a_compiler_that_fails_is_quoted(sources, monkeypatch, tmp_path):
-    (sources / "abi_small.cpp").write_text("int answer() { return nonsense; }")
-    assert "abi_small.cpp" in build.unavailable("small") and "nonsense" in build.unavailable("small")
+    (sources / "small.cpp").write_text("int answer() { return nonsense; }")
+    assert "small.cpp" in build.unavailable() and "nonsense" in build.unavailable()
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert str(broken) in build.unavailable("small")
+    assert str(broken) in build.unavailable()
     assert not libraries()
 
 
 def test_a_folder_that_others_can_write_is_not_loaded_from(sources):
     build.cache_folder("cpu").mkdir(parents=True)
     build.cache_folder("cpu").chmod(0o777)
-    assert "other users may write there" in build.unavailable("small")
-    assert build.CACHE_VARIABLE in build.unavailable("small")
+    assert "other users may write there" in build.unavailable()
+    assert build.CACHE_VARIABLE in build.unavailable()
 
 
 def test_a_folder_that_cannot_be_made_is_named(sources, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file"))
-    assert str(tmp_path / "file") in build.unavailable("small")
+    assert str(tmp_path / "file") in build.unavailable()
 
 
 def test_a_path_is_forced_by_name_and_refused_where_it_cannot_run(monkeypatch):
@@ -175,7 +176,7 @@ def test_the_cache_lies_where_the_user_says(monkeypatch, tmp_path):
 def test_threads_are_torchs_own():
     # Two libraries of threads would fight over the cores.
     code = (
-        "from intarsia_cpu import build; build.load('linear');"
+        "from intarsia_cpu import build; build.load();"
         "maps = open('/proc/self/maps').read().splitlines();"
         "print(len({line.split()[-1] for line in maps if 'libgomp' in line}))"
     )

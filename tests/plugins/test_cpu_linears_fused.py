@@ -16,7 +16,7 @@ from intarsia_cpu import build
 from integer_weights import BY_NAME
 from models import tiny_llama
 
-pytestmark = pytest.mark.skipif(build.unavailable("step") is not None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason="there is no C++ compiler")
 
 NAMES = (
     *("int8_a16", "int8_g32_min_a16", "int4_g64_a16", "int4_g32_zero_a16", "int4_g16_min_a16"),

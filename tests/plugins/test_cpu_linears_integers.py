@@ -6,15 +6,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from intarsia.quantizing.rotated import RotatedFormat, rotate
 from intarsia.types import dense
 from intarsia_cpu import linears
-from integer_weights import BY_NAME, VARIED, as_int8, integer_weight, parts_of, values_of
+from integer_weights import BY_NAME, ROTATED, VARIED, as_int8, integer_weight, parts_of, values_of
 
 FLOATS = (torch.float32, torch.bfloat16)
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = st.tuples(st.integers(1, 130), st.integers(1, 300))  # outputs, columns: ragged panels, words and groups
 ROWS = st.integers(1, 40)
-NAMES = st.sampled_from(sorted(BY_NAME))
+NAMES = st.sampled_from(sorted((*BY_NAME, *ROTATED)))
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -28,6 +29,8 @@ def seen(x, weight, path):
     rows = x.float()
     if "input_scale" in weight.tensors:
         rows = rows * weight.tensors["input_scale"]
+    if isinstance(layout, RotatedFormat):
+        rows, layout = rotate(rows), layout.source
     if layout.activations == "int8":
         return as_int8(rows.numpy(), min(linears.GROUP, layout.group or linears.GROUP))
     if x.dtype == torch.bfloat16 and path == "avx512_bf16":  # elsewhere products of bf16 would be no faster
@@ -62,7 +65,7 @@ def test_every_format_equals_float64(cpu_path, shape, rows, name, dtype, scales,
 
 
 @quick
-@given(shape=SHAPES, rows=ROWS, name=NAMES)
+@given(shape=SHAPES, rows=ROWS, name=st.sampled_from(sorted(BY_NAME)))
 def test_sums_of_whole_numbers_are_exact(cpu_path, shape, rows, name):
     """With scales of 1 and rows whose largest is 127 in each group nothing is rounded, whatever the sums' order."""
     outs, ins = shape
@@ -79,9 +82,10 @@ def test_sums_of_whole_numbers_are_exact(cpu_path, shape, rows, name):
 @pytest.mark.parametrize("shape", [(100, 130), (50, 600)])
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(cpu_path, shape):
     outs, ins = shape
-    for layout in VARIED:
-        weight = linears.pack(integer_weight(layout.name, outs, ins, input_scale=layout.bits == 4))
-        for dtype in FLOATS if layout.activations == "float" else FLOATS[:1]:
+    for layout in (*VARIED, ROTATED["int8_g64_rotated"]):
+        keeps_floats, has_scale = layout.name.endswith("a16"), layout.name.startswith("int4")
+        weight = linears.pack(integer_weight(layout.name, outs, ins, input_scale=has_scale))
+        for dtype in FLOATS if keeps_floats else FLOATS[:1]:
             x = drawn(130, ins, dtype=dtype)
             whole = linears.linear(x, weight)
             for start, stop in [(0, 1), (129, 130), (3, 5), (3, 12), (0, 100), (50, 130)]:
@@ -95,7 +99,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(cpu_path, shape
 
 def test_what_lies_around_rows_is_neither_read_nor_written(cpu_path):
     for outs, ins, rows in ((50, 33, 5), (50, 64, 9)):
-        for layout in VARIED:
+        for layout in (*VARIED, ROTATED["int8_g64_rotated"]):
             weight = linears.pack(integer_weight(layout.name, outs, ins))
             around = torch.full((rows + 2, ins + 6), float("nan"))
             x = around[1:-1, 3:-3]
@@ -110,7 +114,7 @@ def test_what_lies_around_rows_is_neither_read_nor_written(cpu_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_row_with_a_number_that_is_none_shows_it_and_harms_no_other(cpu_path, bad):
-    for layout in VARIED:
+    for layout in (*VARIED, ROTATED["int8_rotated"]):
         weight = linears.pack(integer_weight(layout.name, 50, 130))
         x = drawn(4, 130)
         before = linears.linear(x, weight)

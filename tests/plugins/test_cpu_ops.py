@@ -16,7 +16,7 @@ from intarsia_cpu import attention, kernels
 from intarsia_cpu.build import unavailable
 from models import tiny_llama
 
-REASON = next(filter(None, map(unavailable, ("linear", "rows", "attention"))), None)
+REASON = unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 MIXTURES = {case.name for case in CASES if "mixtral" in case.name or "moe" in case.name}
@@ -106,10 +106,9 @@ def test_requests_give_the_same_logprobs_alone_and_together(tmp_path, dtype):
 
 def test_parts_say_why_they_do_not_fit_without_a_compiler(monkeypatch, tmp_path):
     path, _ = tiny_llama(tmp_path)
-    monkeypatch.setattr(attention, "unavailable", lambda area: f"no compiler for {area}")
-    monkeypatch.setattr(kernels.native, "unavailable", lambda area: f"no compiler for {area}")
+    monkeypatch.setattr(attention, "unavailable", lambda: "no compiler")
+    monkeypatch.setattr(kernels.native, "unavailable", lambda: "no compiler")
     with engine_of(path, runner="eager") as engine:
         chosen = {slot: engine.parts.selection(slot) for slot in ("attention", "kernels")}
         assert "cpu" not in {selection.provider.key for selection in chosen.values()}
-        assert "no compiler for attention" in chosen["attention"].reason
-        assert "no compiler for linear" in chosen["kernels"].reason
+        assert all("no compiler" in selection.reason for selection in chosen.values())

@@ -28,12 +28,12 @@ several = settings(deadline=None, max_examples=40)
 
 @pytest.fixture(scope="session", params=PATHS)
 def ops(request, compiled):  # noqa: F811
-    return RowOps(compiled("rows", request.param))
+    return RowOps(compiled(request.param))
 
 
 @pytest.fixture(scope="session")
 def best(compiled):  # noqa: F811
-    return RowOps(compiled("rows", PATHS[0]))
+    return RowOps(compiled(PATHS[0]))
 
 
 def normal(seed, *shape, dtype=torch.float32):

@@ -16,7 +16,7 @@ from smollm import smollm_transformers
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(unavailable("step") is not None, reason="there is no C++ compiler"),
+    pytest.mark.skipif(unavailable() is not None, reason="there is no C++ compiler"),
 ]
 
 TEXTS = (
@@ -96,5 +96,5 @@ def test_the_perplexity_in_bf16_equals_transformers(text, theirs):
 
 
 def test_the_perplexity_of_int8_weights_is_near_that_of_bf16(text, theirs):
-    """Measured: 0.64% more, of which weights rounded a channel at a time make 0.3% and activations the rest."""
-    assert ours_in(text, quantizer="int8") == pytest.approx(theirs, rel=1e-2)
+    """Rotated, as by default; without rotation it is 0.6% more."""
+    assert ours_in(text, quantizer="int8") == pytest.approx(theirs, rel=3e-3)

@@ -11,6 +11,7 @@ from intarsia import SamplingParams
 from intarsia.ops import ANY_FORMAT
 from intarsia.protocols import PartContext
 from intarsia.quantizing.integers import FORMATS
+from intarsia.quantizing.rotated import ROTATED, RotatedFormat, rotate
 from intarsia.testing.kernels import KernelsContract
 from intarsia.types import EngineOptions, Fit, Unfit, Weight
 from intarsia_int8 import provide_kernels
@@ -25,7 +26,7 @@ class TestInt8(KernelsContract):
         return provide_kernels()[0]
 
 
-LAYOUTS = {layout.name: layout for layout in FORMATS}
+LAYOUTS = {layout.name: layout for layout in (*FORMATS, *ROTATED)}
 
 
 def drawn(*shape, seed=0):
@@ -34,7 +35,8 @@ def drawn(*shape, seed=0):
 
 def weight_of(name, outs, ins, *, seed=0, input_scale=False):
     """A random weight, -128 among its numbers."""
-    layout, generator = LAYOUTS[name], torch.Generator().manual_seed(seed)
+    made, generator = LAYOUTS[name], torch.Generator().manual_seed(seed)
+    layout = made.source if isinstance(made, RotatedFormat) else made
     groups = () if layout.group is None else (-(-ins // layout.group),)
     tensors = {
         "weight": torch.randint(-128, 128, (outs, ins), generator=generator, dtype=torch.int8),
@@ -44,7 +46,7 @@ def weight_of(name, outs, ins, *, seed=0, input_scale=False):
         tensors["min"] = torch.randn(outs, *groups, generator=generator)
     if input_scale:
         tensors["input_scale"] = torch.rand(ins, generator=generator) + 0.5
-    return Weight(layout, tensors, (outs, ins))
+    return Weight(made, tensors, (outs, ins))
 
 
 def exact(x, weight, bias=None):
@@ -74,7 +76,9 @@ def test_products_of_any_shape_equal_float64(tokens, outs, ins, name, power, sca
     assert found.shape == (tokens, outs) and found.dtype == x.dtype
     wanted, terms = exact(x, weight, bias)
     # An input is half of its row's largest / 32639 off, at most; then come roundings to float32 and to the dtype.
-    largest = (x.double() * weight.tensors.get("input_scale", torch.ones(ins))).abs().amax(1, keepdim=True).numpy()
+    rows = x.double() * weight.tensors.get("input_scale", torch.ones(ins))
+    rows = rotate(rows) if isinstance(weight.format, RotatedFormat) else rows
+    largest = rows.abs().amax(1, keepdim=True).numpy()
     stored = weight.tensors["weight"].double() * weight.tensors["scale"].double()[:, None]
     bound = largest * stored.abs().sum(1).numpy() * 0.51 / 32639 + terms * 1e-5
     bound += np.abs(wanted) * (2.0**-8 if dtype == "bfloat16" else 1e-6)
@@ -169,13 +173,17 @@ def test_it_is_for_cpus_and_never_the_best():
     provider, fit, context = part()
     assert isinstance(fit, Fit) and fit.rank < 0
     kernels = provider.build(context).kernels()
-    assert {name for kernel in kernels for name in kernel.formats} == {n for n, f in LAYOUTS.items() if f.bits == 8}
+    assert {name for kernel in kernels for name in kernel.formats} == {
+        name for name in LAYOUTS if name.startswith("int8")
+    }
     assert not any(ANY_FORMAT in kernel.formats for kernel in kernels)
     _, refused, _ = part("cuda:0")
     assert isinstance(refused, Unfit) and "cuda:0" in refused.reason
 
 
-@pytest.mark.parametrize("options", [{"group": 0}, {"group": 0, "activations": "float"}, {"group": 64}])
+@pytest.mark.parametrize(
+    "options", [{"group": 0}, {"group": 0, "activations": "float"}, {"group": 0, "rotate": True}, {"group": 64}]
+)
 def test_engines_run_on_it_bitwise_in_fp32(tmp_path, options):
     path, _ = tiny_llama(tmp_path, layers=2, attention_bias=True, mlp_bias=True)
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

@@ -13,7 +13,7 @@ from structured import KEY, PERSON, ask, loads
 PAGED = {"use": "paged", "page_size": 8, "memory": "8MiB"}
 SECTIONS = {"engine": ENGINE, "scheduler": SCHEDULER, "cache": PAGED, "logits_processors": KEY}
 INT8 = {"attention": "eager", "cache": PAGED | {"format": "int8"}}
-NGRAM = {"drafter": "ngram"}
+NGRAM = {"drafter": {"use": "ngram", "adaptive": False}}
 
 #: How the model is shared out, and what differs in both engines.
 COMBINATIONS = {
@@ -89,7 +89,7 @@ def test_awkward_families_are_answered_over_slices_and_stages_as_by_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_a_second_model_drafts_whole_on_the_rank_that_chooses(model, layout):
-    sections = SECTIONS | {"drafter": {"use": "draft_model", "model": str(model)}}
+    sections = SECTIONS | {"drafter": {"use": "draft_model", "model": str(model), "adaptive": False}}
     with engine_of(model, **sections) as one:
         wanted = near(answers(one))
     with parallel(model, **layout, sections=sections) as engine:

@@ -162,7 +162,9 @@ def test_a_vocabulary_is_cut_in_equal_ranges_filled_up_at_the_end(size, tp):
     assert held == list(range(size))
 
 
-@pytest.mark.parametrize("quantizer", [None, "int8", {"use": "int4", "group": 32}, "sparse24"], ids=str)
+@pytest.mark.parametrize(
+    "quantizer", [None, {"use": "int8", "group": 32}, {"use": "int4", "group": 32}, "sparse24"], ids=str
+)
 def test_a_rank_loads_exactly_what_is_planned_and_its_slice_of_each_weight(tmp_path, quantizer):
     model, _ = tiny_llama(tmp_path, heads=4, kv_heads=2, attention_bias=True, mlp_bias=True)
     sections = {"model": str(model)} | ({"quantizer": quantizer} if quantizer else {})

@@ -17,7 +17,7 @@ from smollm import smollm_transformers
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(unavailable("step") is not None, reason="there is no C++ compiler"),
+    pytest.mark.skipif(unavailable() is not None, reason="there is no C++ compiler"),
 ]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -140,8 +140,9 @@ class Runner(Protocol):
     ) -> torch.Tensor:
         """Run a range of layers, writing their keys and values into the cache; return the residual stream (T, E).
 
-        Without `hidden_TE` the range starts at 0, and the batch's ids are embedded. Ranges serve layer skipping, and
-        stages of a pipeline, whose layers are numbered from 0.
+        Where `batch.read_L` names tokens, what is returned of the others may be anything. Without `hidden_TE` the
+        range starts at 0, and the batch's ids are embedded. Ranges serve layer skipping, and stages of a pipeline,
+        whose layers are numbered from 0.
         """
         ...
 

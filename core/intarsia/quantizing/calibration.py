@@ -101,7 +101,7 @@ class Calibration:
                 metadata = file.metadata() or {}
                 names = list(file.keys())
                 tensors = {name: file.get_tensor(name) for name in names} if metadata.get("format") == KIND else {}
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch cannot map it
             raise ConfigError(f"{where}: {str(path)!r} cannot be read: {error}", field=where) from None
         if not tensors:
             raise ConfigError(

@@ -26,11 +26,13 @@ from safetensors.torch import save_file
 
 from intarsia.folders import CACHE_VARIABLE, cache_folder
 from intarsia.quantizing.integers import FORMATS
-from intarsia.types import Weight
+from intarsia.quantizing.rotated import ROTATED
+from intarsia.types import Weight, WeightFormat
 
 logger = logging.getLogger("intarsia.quantizing")
 
-_FORMATS = {weight_format.name: weight_format for weight_format in FORMATS}
+_FORMATS: dict[str, WeightFormat] = {layout.name: layout for layout in FORMATS}
+_FORMATS |= {layout.name: layout for layout in ROTATED}
 _SUFFIX, _UNFINISHED = ".safetensors", ".unfinished"
 #: A writer that is still at it after so long has died.
 _ABANDONED_S = 3600
@@ -107,7 +109,8 @@ class RememberedWeights:
             if _contents(weight) != metadata["digest"]:
                 return None
             os.utime(path)
-        except (OSError, SafetensorError, KeyError, ValueError):
+        # RuntimeError is torch's, which opens the file again to map it: another process may have removed it since.
+        except (OSError, RuntimeError, SafetensorError, KeyError, ValueError):
             return None
         return weight
 

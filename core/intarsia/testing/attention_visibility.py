@@ -44,6 +44,17 @@ class VisibilityClaims(AttentionCase):
                 loud = [grown(row, slice(0, row.start - window + 1), factor) for row in rows]
                 trial.check_outs(trial.attend(loud), rows)
 
+    def test_a_key_that_is_not_seen_weighs_nothing(self) -> None:
+        """A query that shares a batch with one that sees a key does not see it: not even the largest value shows."""
+        for trial in self.fitting(attention_of(6, 2, 16), attention_of(6, 2, 16, window=9)):
+            (row,) = trial.rows([(0, 60)])
+            values = row.values.clone()
+            values[30] = torch.finfo(values.dtype).max / 8
+            (out,) = trial.attend([evolve(row, values=values)])
+            trial.check_outs([out[:30]], [row.cut(0, 30)])
+            if trial.spec.window is not None:
+                trial.check_outs([out[39:]], [row.cut(39, 60)])
+
     def test_what_is_cached_counts_like_what_is_new(self) -> None:
         """A prompt in chunks of any length gives what it gives at once, within rounding."""
         for trial in self.fitting(attention_of(6, 2, 16), attention_of(6, 2, 16, window=20)):

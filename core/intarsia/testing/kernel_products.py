@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from intarsia.quantizing.integers import IntegerFormat
+from intarsia.quantizing.rotated import RotatedFormat, rotate, spread
 from intarsia.quantizing.sparse import SparseFormat
 from intarsia.testing.kernel_calls import SUM, TINY, UNIT, Judge, near
 from intarsia.testing.kernel_rows import norm_error, rms_normed
@@ -27,7 +28,7 @@ def _takes_int8(weight: Weight) -> bool:
     layout = weight.format
     if isinstance(layout, SparseFormat):
         return layout.values == "int8"
-    return isinstance(layout, IntegerFormat) and layout.activations == "int8"
+    return isinstance(layout, RotatedFormat) or (isinstance(layout, IntegerFormat) and layout.activations == "int8")
 
 
 def _product(
@@ -52,17 +53,23 @@ def _product(
     values, magnitudes = values_of(weight)
     scale = weight.tensors.get("input_scale")
     rows = x if scale is None else x * scale.double()
+    sizes = rows.abs()
+    if is_rotated := isinstance(weight.format, RotatedFormat):
+        # The values are what rotated rows meet; sizes are bounds for whoever rotates the weight in their place.
+        rows, sizes = rotate(rows), spread(sizes)
     product = rows @ values.T
     right = product if bias is None else product + bias.double()
     # A sum of C products, with offsets and scales apart; the product is rounded, and once more with the bias.
-    limit = rows.abs() @ magnitudes.T * (x.shape[1] + 8) * SUM
+    limit = sizes @ magnitudes.T * (x.shape[1] + 8) * SUM
     limit = limit + 1.01 * UNIT[dtype] * (product.abs() + right.abs()) + TINY[dtype]
     off = torch.as_tensor(error, dtype=torch.float64).expand_as(rows).clone()
+    off = off if scale is None else off * scale.double()
+    off = spread(off) if is_rotated else off
     if scale is not None:
-        off = off * scale.double() + rows.abs() * 1.01 * UNIT[dtype]
+        off = off + sizes * 1.01 * UNIT[dtype]
     if dtype != torch.float32 and weight.format.name != "dense":
         # A weight that is dequantized is rounded to the dtype, and its scale may be before it.
-        off = off + rows.abs() * 2.02 * UNIT[dtype]
+        off = off + sizes * 2.02 * UNIT[dtype]
     steps = 127 if _takes_int8(weight) else float_steps if isinstance(weight.format, IntegerFormat) else 0
     if steps and rows.numel():
         off = off + rows.abs().amax(1, keepdim=True) * _HALF / steps
@@ -102,6 +109,8 @@ def judge_embedding(weight: Weight) -> Judge:
     def judge(arguments: tuple[Any, ...], results: tuple[torch.Tensor, ...]) -> None:
         ids, _, dtype = arguments
         values, magnitudes = values_of(weight)
+        if isinstance(weight.format, RotatedFormat):
+            values, magnitudes = rotate(values), spread(magnitudes)
         scale = weight.tensors.get("input_scale", torch.ones(())).double()
         right = (values * scale)[ids]
         limit = right.abs() * 1.01 * UNIT[dtype] + (magnitudes * scale)[ids] * 8 * SUM + TINY[dtype]

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from intarsia.ops import ANY_FORMAT
 from intarsia.quantizing.integers import FORMATS, IntegerFormat, pack_nibbles
+from intarsia.quantizing.rotated import ROTATED, RotatedFormat
 from intarsia.quantizing.sparse import GROUP, KEPT, SparseFormat, best_two, compress
 from intarsia.testing.kernel_calls import normal
 from intarsia.types import Weight, dense
@@ -17,6 +18,7 @@ from intarsia.types import Weight, dense
 __all__ = ["read_formats", "values_of", "weight_in"]
 
 _INTEGERS = {layout.name: layout for layout in FORMATS}
+_ROTATED = {layout.name: layout for layout in ROTATED}
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -42,7 +44,16 @@ def read_formats(formats: frozenset[str]) -> tuple[str, ...]:
     """Return the formats that a kernel is tried with; in the place of all formats some of each kind."""
     if ANY_FORMAT not in formats:
         return tuple(sorted(formats))
-    return ("dense", "int8", "int4_g64_zero", "int8_g32_min", "sparse24", "sparse24_int8", _Tenths().name)
+    return (
+        "dense",
+        "int8",
+        "int4_g64_zero",
+        "int8_g32_min",
+        "int8_rotated",
+        "sparse24",
+        "sparse24_int8",
+        _Tenths().name,
+    )
 
 
 def weight_in(name: str, outs: int, ins: int, dtype: torch.dtype, seed: int) -> Weight | None:
@@ -62,6 +73,9 @@ def weight_in(name: str, outs: int, ins: int, dtype: torch.dtype, seed: int) -> 
         return Weight(_Tenths(), {"tenths": numbers.to(torch.int8)}, (outs, ins))
     if name in ("sparse24", "sparse24_int8"):
         return _sparse(outs, ins, dtype if name == "sparse24" else torch.int8, seed)
+    if name in _ROTATED:
+        plain = _integers(_ROTATED[name].source, outs, ins, seed)
+        return Weight(_ROTATED[name], plain.tensors, plain.shape)
     return _integers(_INTEGERS[name], outs, ins, seed) if name in _INTEGERS else None
 
 
@@ -94,7 +108,12 @@ def _integers(layout: IntegerFormat, outs: int, ins: int, seed: int) -> Weight:
 
 
 def values_of(weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a weight stands for before its input scale, and the magnitudes that make it up, (N, C) in float64."""
+    """Return what a weight stands for before its input scale, and the magnitudes that make it up, (N, C) in float64.
+
+    Of a rotated weight that is what rotated rows are multiplied by.
+    """
+    if isinstance(weight.format, RotatedFormat):
+        return _read_integers(weight, weight.format.source)
     if isinstance(weight.format, IntegerFormat):
         return _read_integers(weight, weight.format)
     values = _read_sparse(weight) if isinstance(weight.format, SparseFormat) else weight.dequantize().double()

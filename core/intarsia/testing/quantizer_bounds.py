@@ -3,6 +3,7 @@
 | format | a number is off by |
 | --- | --- |
 | `int8*` | half a step; a step is the largest magnitude of its group, or row, / 127 |
+| `int8*_rotated` | likewise, of rotated numbers; an error is spread over its block |
 | `int4*` | 0.58 of a step, which is the largest magnitude of its group / 8; beyond seven steps by one |
 | `int4*_zero`, `int*_min` | a step of its group's range, 0 included; half of it for the number, half for the offset |
 | `sparse24*` | itself, where it is one of at most two of four that are dropped; else nothing, or as of `int8` |
@@ -23,6 +24,7 @@ import torch
 from torch.nn import functional
 
 from intarsia.quantizing.integers import IntegerFormat
+from intarsia.quantizing.rotated import RotatedFormat, rotate, spread
 from intarsia.quantizing.sparse import GROUP, KEPT, SparseFormat
 from intarsia.types import Weight
 
@@ -32,6 +34,8 @@ __all__ = ["bound", "check_layout", "share_of_largest"]
 _SMALLEST = 2.0**-126
 #: With what rounded scales add: one in bfloat16 is up to 2**-8 of itself off, and seven steps are by seven times that.
 _HALF, _WHOLE = 0.51, 1.04
+#: Of 64 numbers' sum in float32.
+_ROTATING = 64 * 2.0**-24
 #: Of steps of a largest magnitude / 8: scales may also be of / 7, where -8 is not used.
 _SYMMETRIC = 0.58
 #: Half a unit in the last place.
@@ -48,12 +52,19 @@ def bound(exact_NC: torch.Tensor, weight: Weight) -> torch.Tensor | None:
     layout = weight.format
     if isinstance(layout, SparseFormat):
         return _sparse(exact_NC, weight.dequantize().double(), layout) + _SMALLEST
-    if isinstance(layout, IntegerFormat):
+    if isinstance(layout, IntegerFormat | RotatedFormat):
         scale = weight.tensors.get("input_scale")
         if scale is None:
-            return _integers(exact_NC, layout) + _SMALLEST
-        return _integers(exact_NC / scale.double(), layout) * scale.double() + _SMALLEST
+            return _scaled(exact_NC, layout) + _SMALLEST
+        return _scaled(exact_NC / scale.double(), layout) * scale.double() + _SMALLEST
     return None
+
+
+def _scaled(exact_NC: torch.Tensor, layout: IntegerFormat | RotatedFormat) -> torch.Tensor:
+    if isinstance(layout, IntegerFormat):
+        return _integers(exact_NC, layout)
+    # Sums of the rotation are rounded besides, in float32.
+    return spread(_integers(rotate(exact_NC), layout.source)) + spread(exact_NC.abs()) * _ROTATING
 
 
 def share_of_largest(exact_NC: torch.Tensor, share: float, group: int | None) -> torch.Tensor:
@@ -100,7 +111,9 @@ def check_layout(weight: Weight) -> None:
 
     `intarsia.quantizing.integers` and `.sparse` document theirs; of others nothing is known.
     """
-    if isinstance(weight.format, IntegerFormat):
+    if isinstance(weight.format, RotatedFormat):
+        _check_integers(weight, weight.format.source)
+    elif isinstance(weight.format, IntegerFormat):
         _check_integers(weight, weight.format)
     elif isinstance(weight.format, SparseFormat):
         _check_sparse(weight, weight.format)

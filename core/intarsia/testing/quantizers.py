@@ -26,6 +26,7 @@ import torch
 from intarsia.errors import CheckpointError, CompositionError
 from intarsia.quantizing.integers import IntegerFormat, pack_nibbles
 from intarsia.quantizing.options import QuantizerOptions
+from intarsia.quantizing.rotated import RotatedFormat
 from intarsia.quantizing.sparse import best_two, compress
 from intarsia.testing.claims import hypothesis, unclaimed
 from intarsia.testing.quantizer_bounds import check_layout
@@ -108,7 +109,7 @@ class QuantizerContract(EngineClaims):
             yield "numbers halfway between two steps", halfway / 16
 
     def test_zeros_stay_zeros(self) -> None:
-        """A row of zeros comes out as zeros; so do a column and a group, where `keeps_zeros`."""
+        """A row of zeros comes out as zeros; so do a column and a group, where `keeps_zeros` and nothing is rotated."""
         numbers = drawn(6, 384, seed=4)
         numbers[2], numbers[:, 9], numbers[4, 128:256] = 0, 0, 0
         if (made := self.made(numbers)) is None:
@@ -116,7 +117,7 @@ class QuantizerContract(EngineClaims):
         found = made.dequantize()
         assert bool(found.isfinite().all()), "zeros bring numbers that are not finite"
         assert not found[2].any(), "a row of zeros does not come out as zeros"
-        if self.keeps_zeros:
+        if self.keeps_zeros and not isinstance(made.format, RotatedFormat):
             assert not found[:, 9].any() and not found[4, 128:256].any(), "zeros beside other numbers become others"
 
     def test_odd_rows_stay_within_their_own_bounds(self) -> None:

@@ -147,8 +147,14 @@ class RunnerTrial:
         self.tables = {}
         self.cache.fill(float("nan"))
 
-    def batch(self, rows: Sequence[Row], num_padding: int = 0) -> ForwardBatch:
-        """Lay rows out, and rows of padding behind them: token 0 at position 0 of the spare page, for slot -1."""
+    def batch(self, rows: Sequence[Row], num_padding: int = 0, reads: Sequence[int] | None = None) -> ForwardBatch:
+        """Lay rows out, and rows of padding behind them: token 0 at position 0 of the spare page, for slot -1.
+
+        Args:
+            rows: as of a plan.
+            num_padding: rows of padding.
+            reads: indices of the tokens that will be read; None is all.
+        """
         import torch
 
         from intarsia.stage import forward_batch
@@ -163,6 +169,8 @@ class RunnerTrial:
             for group in slots:
                 group[-num_padding:] = -1
             batch = evolve(batch, slots_T=slots)
+        if reads is not None:
+            batch = evolve(batch, read_L=torch.tensor(list(reads), dtype=torch.int64, device=device))
         preparing = self.runner if isinstance(self.runner, PreparingRunner) else self.context.attention
         with calling("prepare"):
             return evolve(batch, attention=preparing.prepare(batch, layout))

@@ -184,6 +184,23 @@ class RunnerContract(RunnerCase):
                     same = torch.equal(one.double().nan_to_num(nan=1e9), other.double().nan_to_num(nan=1e9))
                     assert same, f"likeliest {what} of tokens {list(wanted)} among {num_ids} ids are {one}, not {other}"
 
+    def test_tokens_that_are_not_read_may_be_left(self) -> None:
+        """Tokens that a batch names as read have the logits that they have where all are; all have keys and values."""
+        trial, reference = self.trial(), self.reference()
+        shapes = [(0, 0, 40), (1, 0, 1), (2, 0, 36), (3, 0, 5)]
+        for reads in ([39, 40, 76, 81], [40], [], [0, 1, 2, 38, 39, 41, 50, 77, 78, 79, 80, 81], range(10, 82)):
+            for each in (trial, reference):
+                each.forget()
+            wanted = reference.step(*(reference.row(*shape) for shape in shapes))
+            hidden = trial.run(trial.batch([trial.row(*shape) for shape in shapes], reads=reads))
+            if reads:
+                self.check_near(trial.logits(hidden, reads), wanted[list(reads)], f"tokens {list(reads)}, read alone")
+            found, wanted = (
+                each.step(*(each.row(number, stop, stop + 1) for number, _, stop in shapes))
+                for each in (trial, reference)
+            )
+            self.check_near(found, wanted, f"the step behind one of which tokens {list(reads)} were read")
+
     # --- slots ------------------------------------------------------------------------------------------------------
 
     def test_slots_without_a_token_are_not_read(self) -> None:

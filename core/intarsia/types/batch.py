@@ -129,6 +129,8 @@ class ForwardBatch:
         starts: per row the position of its first token, on the host.
         pages: per cache group and row the page table, on the host.
         logits_L: int64 indices into T of the tokens after which one is chosen.
+        read_L: int64 indices into T, ascending, of the tokens whose residual stream is read behind the layers of a run;
+            None is all. Of the others a runner need only write keys and values.
         attention: what the attention backend prepared for this step.
     """
 
@@ -139,6 +141,7 @@ class ForwardBatch:
     starts: tuple[int, ...]
     pages: tuple[tuple[tuple[int, ...], ...], ...]
     logits_L: torch.Tensor
+    read_L: torch.Tensor | None = None
     attention: Any = None
 
     @property

@@ -13,8 +13,8 @@ API void intarsia_step_sizes(int64_t sizes[5]) {
 }
 
 /// Bytes of work memory for `intarsia_step_run`, and for `intarsia_step_logits` and `_likeliest` of so many rows.
-API int64_t intarsia_step_bytes(const StepModel* model, int64_t num_tokens, int64_t num_threads) {
-  return step::step_bytes(*model, num_tokens, static_cast<int>(num_threads));
+API int64_t intarsia_step_bytes(const StepModel* model, int64_t num_tokens, int64_t num_reads, int64_t num_threads) {
+  return step::step_bytes(*model, num_tokens, num_reads, static_cast<int>(num_threads));
 }
 API int64_t intarsia_step_head_bytes(const StepModel* model, int64_t num_rows) {
   return step::head_bytes(*model, num_rows);
@@ -25,7 +25,8 @@ API int64_t intarsia_step_likeliest_bytes(const StepModel* model, int64_t num_ro
 }
 
 /// Run layers first..last of the model; `hidden` (T, E) fp32 is written from the ids, or taken up where there are none.
-/// Seconds by phase are added to `seconds`, if it is not null.
+/// Rows that are not read are left as the layer before the last has them. Seconds by phase are added to `seconds`, if it
+/// is not null.
 API void intarsia_step_run(const StepModel* model, const StepBatch* batch, int64_t first, int64_t last, float* hidden,
                            void* memory, int64_t num_threads, double* seconds) {
   step::run(*model, *batch, first, last, hidden, static_cast<uint8_t*>(memory), static_cast<int>(num_threads), seconds);

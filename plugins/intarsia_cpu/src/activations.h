@@ -1,7 +1,10 @@
 // Activations as the linear kernels read them: floats, bf16, or int8 with a scale a token and group of columns.
 #pragma once
 
+#include <vector>
+
 #include "numbers.h"
+#include "rotation.h"
 #include "threads.h"
 
 namespace linear {
@@ -16,6 +19,7 @@ struct Linear {
   Numbers activations;  // what rows become: FP32, BF16, or INT8 with a scale a token and group
   Numbers scale_type, min_type;
   int32_t sparse;       // panels keep two of every four columns; see `sparse_tiles.h`
+  int32_t rotated;      // whether rows are rotated behind their input scale; see `rotation.h`
   int64_t outs;            // N; of a gated layer, half the rows of its weight
   int64_t ins;             // C
   int64_t group;           // columns whose sum is scaled apart, a multiple of 8; 0: the whole row
@@ -38,7 +42,6 @@ struct Activations {
   int64_t num_groups;
 };
 
-// Where the machine has no dot products of bf16, rows for weights that are widened stay floats: that takes fewer steps.
 #if defined(__AVX512BF16__)
 constexpr bool HAS_BF16_DOTS = true;
 #else
@@ -48,10 +51,20 @@ constexpr bool HAS_BF16_DOTS = false;
 static INLINE bool is_integer(Format format) {
   return format == Format::INT8 || format == Format::INT4;
 }
-/// What rows become for this layer on this machine.
+/// What rows become for this layer on this machine: where it has no dot products of bf16 or of bytes, the same numbers as
+/// floats, or in 16 bits. Nibbles and what is sparse have ways of their own.
 static INLINE Numbers row_type(const Linear& layer) {
-  const bool widens = layer.activations == Numbers::BF16 && is_integer(layer.format);
-  return widens && !HAS_BF16_DOTS ? Numbers::FP32 : layer.activations;
+  if (layer.sparse) return layer.activations;
+  if (layer.activations == Numbers::BF16 && !HAS_BF16_DOTS) return Numbers::FP32;
+  if (layer.activations == Numbers::INT8 && layer.format == Format::INT8 && isa::HAS_INT16_DOTS) return Numbers::INT16;
+  return layer.activations;
+}
+/// Whether rows are rounded to bf16 and held as floats. For integers they need not be, and stay as they come.
+static INLINE bool rounds(const Linear& layer) {
+  return layer.activations == Numbers::BF16 && layer.format == Format::BF16 && !layer.sparse && !HAS_BF16_DOTS;
+}
+static INLINE int64_t num_bytes(Numbers type) {
+  return type == Numbers::INT8 ? 1 : type == Numbers::FP32 ? 4 : 2;
 }
 /// Columns of an output in one word of a panel.
 static INLINE int64_t columns_a_word(Format format) {
@@ -82,14 +95,12 @@ static inline bool needs_float_sums(const Linear& layer) {
 }
 /// Whether the layer reads rows of this type as they lie.
 static inline bool reads_as_is(const Linear& layer, Numbers type) {
-  return type == row_type(layer) && layer.input_scale == nullptr && !needs_float_sums(layer) &&
+  return type == row_type(layer) && !rounds(layer) && layer.input_scale == nullptr && !layer.rotated && !needs_float_sums(layer) &&
          layer.ins % columns_a_step(layer) == 0;  // steps are read whole
 }
 /// Bytes of a row as this layer reads it; a multiple of 64, so that rows may be prepared side by side.
 static inline int64_t row_bytes(const Linear& layer) {
-  const Numbers type = row_type(layer);
-  const int64_t bytes = type == Numbers::INT8 ? 1 : type == Numbers::BF16 ? 2 : 4;
-  return round_up(round_up(layer.ins, 8) * bytes, 64);
+  return round_up(round_up(layer.ins, 8) * num_bytes(row_type(layer)), 64);
 }
 static inline int64_t group_bytes(const Linear& layer, int64_t num_rows) {
   return round_up(num_rows * num_groups(layer) * 4, 64);
@@ -126,11 +137,11 @@ struct Source {
   }
 };
 
-/// Make `width` numbers int8: symmetric, the largest is 127. Reads `count` of them, the rest are 0. Where `IS_WHOLE`, all
+/// Make `width` numbers int8, held as T: symmetric, the largest is 127. Reads `count` of them, the rest are 0. Where `IS_WHOLE`, all
 /// are there and fill vectors.
 /// A group with NaN or infinity becomes zeros with that for a scale, so that it shows in the result.
-template <bool IS_WHOLE, class S>
-static INLINE void quantize_group(const S& x, int64_t begin, int64_t count, int64_t width, int8_t* out, float* scale,
+template <bool IS_WHOLE, class T, class S>
+static INLINE void quantize_group(const S& x, int64_t begin, int64_t count, int64_t width, T* out, float* scale,
                                   int32_t* sum) {
   I most = {};
   for (int64_t i = 0; i < count; i += LANES) {
@@ -141,7 +152,7 @@ static INLINE void quantize_group(const S& x, int64_t begin, int64_t count, int6
   float largest;
   memcpy(&largest, &top, sizeof largest);
   if (!(largest <= 3.40282347e38f)) {
-    memset(out, 0, (size_t)width);
+    memset(out, 0, (size_t)width * sizeof(T));
     *scale = largest;
     *sum = 0;
     return;
@@ -153,21 +164,21 @@ static INLINE void quantize_group(const S& x, int64_t begin, int64_t count, int6
     const I whole = isa::to_int((IS_WHOLE ? x.whole(begin + i) : x.some(begin + i, count - i)) * inverse);
     total += whole;
     if (IS_WHOLE) {
-      isa::store_int8(out + i, whole);
+      isa::store_narrow(out + i, whole);
     } else {
-      const int left = (int)(width - i);
-      int8_t bytes[LANES];
-      isa::store_int8(bytes, whole);
-      memcpy(out + i, bytes, left < LANES ? left : LANES);
+      const int64_t left = width - i;
+      T numbers[LANES];
+      isa::store_narrow(numbers, whole);
+      memcpy(out + i, numbers, sizeof(T) * (left < LANES ? left : LANES));
     }
   }
   *scale = is_zero ? 0.0f : largest / 127.0f;
   *sum = isa::sum(total);
 }
 
-template <class S>
+template <class T, class S>
 static INLINE void quantize_row(const Linear& layer, const Activations& to, int64_t row, const S& x) {
-  int8_t* target = (int8_t*)(to.data + row * to.row_bytes);
+  T* target = (T*)(to.data + row * to.row_bytes);
   for (int64_t g = 0; g < to.num_groups; g++) {
     const int64_t column = g * layer.group, left = layer.ins - column;
     const int64_t at = row * to.num_groups + g;
@@ -183,13 +194,14 @@ static INLINE void quantize_row(const Linear& layer, const Activations& to, int6
   }
 }
 
-/// Write floats or bf16, and zeros behind them until words are whole.
-template <class T, class S>
+/// Write floats or bf16, and zeros behind them until words are whole. `ROUNDS`: floats are rounded to bf16.
+template <class T, bool ROUNDS, class S>
 static INLINE void copy_row(const Linear& layer, const Activations& to, int64_t row, const S& x) {
   T* target = (T*)(to.data + row * to.row_bytes);
   for (int64_t i = 0; i < layer.ins; i += LANES) {
     const int left = (int)(layer.ins - i < LANES ? layer.ins - i : LANES);
-    isa::store(target + i, x.some(i, left), left);
+    const F value = x.some(i, left);
+    isa::store(target + i, ROUNDS ? isa::widen(isa::narrow(value)) : value, left);
   }
   for (int64_t i = layer.ins; i < round_up(layer.ins, 8); i++) target[i] = 0;
   if (!needs_float_sums(layer)) return;
@@ -206,21 +218,51 @@ static INLINE void copy_row(const Linear& layer, const Activations& to, int64_t 
 template <class S>
 static INLINE void prepare_from(const Linear& layer, const Activations& to, int64_t row, const S& x) {
   switch (row_type(layer)) {
-    case Numbers::INT8: return quantize_row(layer, to, row, x);
-    case Numbers::BF16: return copy_row<bf16_t>(layer, to, row, x);
-    default: return copy_row<float>(layer, to, row, x);
+    case Numbers::INT8: return quantize_row<int8_t>(layer, to, row, x);
+    case Numbers::INT16: return quantize_row<int16_t>(layer, to, row, x);
+    case Numbers::BF16: return copy_row<bf16_t, false>(layer, to, row, x);
+    default: break;
   }
+  if (rounds(layer)) return copy_row<float, true>(layer, to, row, x);
+  copy_row<float, false>(layer, to, row, x);
+}
+
+/// The same of a row that is rotated first.
+template <class S>
+static void prepare_rotated(const Linear& layer, const Activations& to, int64_t row, const S& x) {
+  static thread_local std::vector<float> rotated;
+  rotated.resize((size_t)layer.ins);
+  int64_t i = 0;
+  for (; i + rotation::BLOCK <= layer.ins; i += rotation::BLOCK) {
+    rotation::block([&](int64_t at) { return x.whole(i + at); }, rotated.data() + i);
+  }
+  for (; i < layer.ins; i += LANES) {
+    const int left = (int)(layer.ins - i < LANES ? layer.ins - i : LANES);
+    isa::store(rotated.data() + i, x.some(i, left), left);
+  }
+  prepare_from(layer, to, row, Source<false, float>{rotated.data(), nullptr});
 }
 
 /// Write one row of floats or bf16 as the layer reads it.
 template <class T>
-static void prepare_row(const Linear& layer, const Activations& to, int64_t row, const T* x) {
+void prepare_row(const Linear& layer, const Activations& to, int64_t row, const T* x) {
+  const auto prepare = [&](const auto& source) {
+    if (layer.rotated) {
+      prepare_rotated(layer, to, row, source);
+    } else {
+      prepare_from(layer, to, row, source);
+    }
+  };
   if (layer.input_scale != nullptr) {
-    prepare_from(layer, to, row, Source<true, T>{x, layer.input_scale});
+    prepare(Source<true, T>{x, layer.input_scale});
   } else {
-    prepare_from(layer, to, row, Source<false, T>{x, nullptr});
+    prepare(Source<false, T>{x, nullptr});
   }
 }
+
+// Compiled once, with the linear layers.
+extern template void prepare_row(const Linear& layer, const Activations& to, int64_t row, const float* x);
+extern template void prepare_row(const Linear& layer, const Activations& to, int64_t row, const bf16_t* x);
 
 /// This thread's share of preparing rows that are `stride` numbers apart.
 template <class T>

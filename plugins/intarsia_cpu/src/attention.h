@@ -202,7 +202,9 @@ static void take_part(const Job& job, Range queries, int tile, int last, const k
     const bool before = state.position[first + count - 1] < tile;
     const bool behind = job.lowest(state.position[first]) >= tile + TILE;
     if (before || behind) continue;
-    take_some<Words>(count, job, first, tile, last, packed, state, foresight.is_over() ? nullptr : &foresight);
+    // The last of them sees the most: positions ascend, but for tiles that rows share, which all of them see whole.
+    const int seen = std::min(last, state.position[first + count - 1] + 1 - tile);
+    take_some<Words>(count, job, first, tile, seen, packed, state, foresight.is_over() ? nullptr : &foresight);
   }
 }
 
@@ -246,24 +248,3 @@ static void with_entry(const AttentionArgs& args, Run&& run) {
 }
 
 }  // namespace attention
-
-/// This thread's share of a layer's attention. The schedule is that of its rows, pages, heads and window.
-static void attention_part(const AttentionArgs& args, const attention::Schedule& schedule, int thread) {
-  using namespace attention;
-  using key_tiles::Halves;
-  with_entry(args, [&](auto entry) {
-    using Entry = decltype(entry);
-    constexpr bool widens = std::is_same_v<Entry, float>;  // queries of bf16 meet floats as floats
-    Scout scout(args, schedule, thread);
-    scout.next();  // the first tile is read at once
-    Foresight foresight;
-    for (int i = 0; i < schedule.num_jobs(thread); i++) {
-      const Job job = schedule.job(args, thread, i);
-      if (args.queries_bf16) {
-        run<std::conditional_t<widens, Floats, Halves>, bf16_t, Entry>(job, scout, foresight);
-      } else {
-        run<Floats, float, Entry>(job, scout, foresight);
-      }
-    }
-  });
-}

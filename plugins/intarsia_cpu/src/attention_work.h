@@ -244,3 +244,6 @@ class Schedule {
 };
 
 }  // namespace attention
+
+/// This thread's share of a layer's attention. The schedule is that of its rows, pages, heads and window.
+void attention_part(const AttentionArgs& args, const attention::Schedule& schedule, int thread);

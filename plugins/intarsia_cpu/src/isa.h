@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -21,6 +22,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda
 #define UNROLL _Pragma("GCC unroll 64")
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -36,6 +38,11 @@
 #define ISA_ORDERED 1
 #endif
 
+// x86 without dot products of bytes has them of pairs of 16 bits.
+#if (ISA_AVX512 && !defined(__AVX512VNNI__)) || (ISA_AVX2 && !defined(__AVXVNNI__))
+#define ISA_INT16_DOTS 1
+#endif
+
 using bf16_t = uint16_t;  // the upper half of a float
 
 namespace isa {
@@ -46,6 +53,11 @@ constexpr int LANES = 16;
 constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
+#endif
+#if ISA_INT16_DOTS
+constexpr bool HAS_INT16_DOTS = true;
+#else
+constexpr bool HAS_INT16_DOTS = false;
 #endif
 
 // Vectors of LANES numbers. Operators work lane by lane; comparisons give an I of 0 and -1, which `?:` takes.
@@ -121,6 +133,24 @@ static INLINE void store(float* target, F value, int count) {
 #else
   memcpy(target, &value, sizeof(float) * (size_t)count);
 #endif
+}
+
+// --- lanes -----------------------------------------------------------------------------------------------------------
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, isa::I{__VA_ARGS__})
+#endif
+
+template <int STEP, int... LANE>
+static INLINE F swap_lanes(F value, std::integer_sequence<int, LANE...>) {
+  return SHUFFLE(value, value, (LANE ^ STEP)...);
+}
+/// Swap each lane with that STEP from it, a power of two.
+template <int STEP>
+static INLINE F swap_lanes(F value) {
+  return swap_lanes<STEP>(value, std::make_integer_sequence<int, LANES>());
 }
 
 // --- bf16 ------------------------------------------------------------------------------------------------------------
@@ -362,9 +392,13 @@ static INLINE int32_t largest(I a) {
 
 // --- int8 ------------------------------------------------------------------------------------------------------------
 
-static INLINE void store_int8(int8_t* target, I value) {
+static INLINE void store_narrow(int8_t* target, I value) {
   const B bytes = __builtin_convertvector(value, B);
   memcpy(target, &bytes, sizeof bytes);
+}
+static INLINE void store_narrow(int16_t* target, I value) {
+  const H halves = __builtin_convertvector(value, H);
+  memcpy(target, &halves, sizeof halves);
 }
 /// Unsigned bytes as ints.
 static INLINE I load_uint8_int(const uint8_t* source) {
@@ -429,6 +463,45 @@ static INLINE void dot4_into(I& acc, I a, I b) {
     acc += (I)(((U)a >> (8 * byte)) & 255u) * (((I)((U)b << (24 - 8 * byte))) >> 24);
   }
 #endif
+}
+
+/// The same where `a` holds at most 15 a byte, so that sums of two products fit 16 bits.
+static INLINE void dot4_nibbles_into(I& acc, I a, I b) {
+#if ISA_INT16_DOTS && ISA_AVX512
+  const __m512i pairs = _mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+  acc += (I)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif ISA_INT16_DOTS
+  acc += (I)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)b), _mm256_set1_epi16(1));
+#else
+  dot4_into(acc, a, b);
+#endif
+}
+#if ISA_INT16_DOTS
+/// acc += a0 * b0 + a1 * b1, exact: a lane holds two numbers of 16 bits.
+static INLINE void dot_pairs_into(I& acc, I a, I b) {
+#if ISA_AVX512
+  acc += (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+  acc += (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+/// The first two unsigned bytes of every lane (of the second two, where HALF is 1) as numbers of 16 bits.
+template <int HALF>
+static INLINE I widen_bytes(I a) {
+  // The bytes to take from each four; of bit 7, zero.
+  const __m128i lane = _mm_setr_epi32(0x80018000, 0x80058004, 0x80098008, (int)0x800d800c);
+  const __m128i from = _mm_add_epi8(lane, _mm_set1_epi16(2 * HALF));
+#if ISA_AVX512
+  return (I)_mm512_shuffle_epi8((__m512i)a, _mm512_broadcast_i32x4(from));
+#else
+  return (I)_mm256_shuffle_epi8((__m256i)a, _mm256_broadcastsi128_si256(from));
+#endif
+}
+#endif
+
+/// What was read from memory before is not kept in registers: it is read where it is asked for again.
+static INLINE void read_again() {
+  asm volatile("" ::: "memory");
 }
 
 /// Ask for the cache line at this address to be brought into L2; any address will do.

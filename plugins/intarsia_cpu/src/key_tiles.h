@@ -241,12 +241,6 @@ struct Pages {
 
 // --- transposition ---------------------------------------------------------------------------------------------------
 
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
-#endif
-
 /// One step of a transposition: swap the blocks of STEP lanes beside the diagonal of two rows.
 template <int STEP, class Vector, int... LANE>
 static INLINE void swap_blocks(Vector& a, Vector& b, std::integer_sequence<int, LANE...>) {

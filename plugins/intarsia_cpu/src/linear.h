@@ -23,7 +23,6 @@
 #include "activations.h"
 #include "threads.h"
 #include "linear_tiles.h"
-#include "vmath.h"
 
 namespace linear {
 
@@ -40,23 +39,6 @@ struct Output {
   float factor;      // multiplies what is added
 };
 
-/// `ROUGH`: for bf16.
-template <bool ROUGH>
-static INLINE F activate(Activation activation, F value) {
-  if (activation == Activation::SILU) return ROUGH ? vmath::rough_silu(value) : vmath::silu(value);
-  if (activation == Activation::GELU_TANH) return vmath::gelu_tanh(value);
-  return value;
-}
-
-template <class T>
-static INLINE void put(T* target, F value, int count, bool adds, F factor) {
-  if (count >= LANES) {
-    isa::store(target, adds ? isa::fma(value, factor, isa::load(target)) : value);
-  } else {
-    isa::store(target, adds ? isa::fma(value, factor, isa::load(target, count)) : value, count);
-  }
-}
-
 /// The products of some outputs, with the output's scale and bias. `panel` counts those in memory, `column` is its first
 /// output's bias.
 static INLINE F scaled(const Linear& layer, const float* totals, int64_t panel, int64_t column, int i, int left) {
@@ -67,30 +49,6 @@ static INLINE F scaled(const Linear& layer, const float* totals, int64_t panel, 
   return layer.bias != nullptr ? value + isa::load(layer.bias + column + i, left) : value;
 }
 
-/// Write `num_rows` rows; `gates` are the gate's products where the layer is gated, else null.
-template <class T>
-static void finish(const Linear& layer, const Output& out, int64_t row, int64_t num_rows, int64_t panel,
-                   const float* totals, const float* gates) {
-  const int64_t column = panel * PANEL;
-  const int count = (int)(layer.outs - column < PANEL ? layer.outs - column : PANEL);
-  const F factor = isa::set(out.factor);
-  constexpr bool ROUGH = std::is_same_v<T, bf16_t>;
-  for (int64_t r = 0; r < num_rows; r++, totals += PANEL) {
-    T* target = (T*)out.data + (row + r) * out.stride + column;
-    for (int i = 0; i < count; i += LANES) {
-      const int left = count - i < LANES ? count - i : LANES;
-      F value;
-      if (gates != nullptr) {
-        const F gate = scaled(layer, gates + r * PANEL, 2 * panel, column, i, left);
-        value = activate<ROUGH>(out.activation, gate) * scaled(layer, totals, 2 * panel + 1, layer.outs + column, i, left);
-      } else {
-        value = activate<ROUGH>(out.activation, scaled(layer, totals, panel, column, i, left));
-      }
-      put(target + i, value, left, out.adds != 0, factor);
-    }
-  }
-}
-
 /// Bytes of one panel.
 static inline int64_t panel_bytes(const Linear& layer) {
   const int64_t columns = columns_a_step(layer);
@@ -99,59 +57,13 @@ static inline int64_t panel_bytes(const Linear& layer) {
 
 /// Rows that share one pass over the panels, at most: a multiple of MAX_ROWS.
 constexpr int64_t MAX_BLOCK_ROWS = 96;
-/// Widened weights that several tiles read in turn: so many bytes of them stay in L1.
-constexpr int64_t CHUNK_BYTES = 24 << 10;
 
 /// Bytes of what stands for one panel of outputs: a pair of panels where the layer is gated.
 static inline int64_t unit_bytes(const Linear& layer) { return panel_bytes(layer) * (layer.gated ? 2 : 1); }
 
-/// Products of rows `begin` to `end` (at most MAX_BLOCK_ROWS) with one panel: (rows, PANEL) totals.
-///
-/// One tile waits for memory: what it needs soon is fetched. Several fetch among them what lies `next` bytes on, which this
-/// thread reads after this panel. Where they widen weights they take the columns in chunks, which are widened once for all
-/// of them. Each output's sums are the same either way.
-static void products(const Linear& layer, const Activations& x, Range rows, int64_t panel, int64_t next, float* totals) {
-  const int64_t num_rows = rows.end - rows.begin;
-  const Words words = words_of(layer), wide = widens(words, num_rows) ? widened(words) : words;
-  const uint8_t* weights = layer.panels + panel * panel_bytes(layer);
-  if (num_rows <= max_rows(words)) {
-    const Tile tile{layer, x, rows.begin, panel, 0, layer.ins, weights, {weights + DISTANCE, 1}, totals};
-    return compute_tile(words, (int)num_rows, tile);
-  }
-  alignas(64) uint8_t widened_chunk[CHUNK_BYTES];
-  const int64_t columns = columns_a_step(layer), most = max_rows(wide), num_tiles = (num_rows + most - 1) / most;
-  const int64_t chunk = words == wide ? layer.ins : CHUNK_BYTES / STEP_BYTES * columns / num_parts(words);
-  for (int64_t begin = 0; begin < layer.ins; begin += chunk) {
-    const int64_t end = begin + chunk < layer.ins ? begin + chunk : layer.ins;
-    const uint8_t* read = weights + begin / columns * step_bytes(words);
-    if (words != wide) {
-      const int64_t steps = (end - begin + columns - 1) / columns;
-      widen(layer, words, read, steps, steps * step_bytes(words), widened_chunk);  // and fetch the next chunk
-      read = widened_chunk;
-    }
-    for (int64_t i = 0; i < num_tiles; i++) {
-      const Range part = share(num_rows, (int)i, (int)num_tiles);  // tiles of even height: 9 rows are 5 and 4
-      const int64_t fetched = words == wide ? next + panel_bytes(layer) * i / num_tiles : 0;
-      const Tile tile{layer, x, rows.begin + part.begin, panel, begin, end, read, {weights + fetched, (int)num_tiles},
-                      totals + part.begin * PANEL};
-      compute_tile(wide, (int)(part.end - part.begin), tile);
-    }
-  }
-}
-
-/// Rows `begin` to `end` of one panel (of a pair of panels where the layer is gated).
-static void panel_rows(const Linear& layer, const Activations& x, const Output& out, Range rows, int64_t panel,
-                       int64_t next) {
-  alignas(64) float totals[MAX_BLOCK_ROWS * PANEL], gates[MAX_BLOCK_ROWS * PANEL];
-  if (layer.gated) products(layer, x, rows, 2 * panel, next, gates);
-  products(layer, x, rows, layer.gated ? 2 * panel + 1 : panel, next, totals);
-  const float* gate = layer.gated ? gates : nullptr;
-  if (out.is_bf16) {
-    finish<bf16_t>(layer, out, rows.begin, rows.end - rows.begin, panel, totals, gate);
-  } else {
-    finish<float>(layer, out, rows.begin, rows.end - rows.begin, panel, totals, gate);
-  }
-}
+/// Products of rows `begin` to `end` (at most MAX_BLOCK_ROWS) with one panel: (rows, PANEL) totals. `next` bytes on lies what
+/// this thread reads after this panel.
+void products(const Linear& layer, const Activations& x, Range rows, int64_t panel, int64_t next, float* totals);
 
 /// Rows that share one pass over the panels: few enough to stay in L2 beside a panel, many enough to pay for it.
 static inline int64_t rows_a_block(const Activations& x) {
@@ -189,12 +101,8 @@ static INLINE void each_unit(const Linear& layer, const Activations& x, int64_t 
 }
 
 /// This thread's share of a linear layer over rows 0 to `num_rows` of prepared activations. No barrier inside.
-static void linear_part(const Linear& layer, const Activations& x, int64_t num_rows, const Output& out, int thread,
-                        int num_threads, const Linear* then = nullptr) {
-  each_unit(layer, x, num_rows, thread, num_threads, then, [&](Range rows, int64_t panel, int64_t next) {
-    panel_rows(layer, x, out, rows, panel, next);
-  });
-}
+void linear_part(const Linear& layer, const Activations& x, int64_t num_rows, const Output& out, int thread,
+                        int num_threads, const Linear* then = nullptr);
 
 /// The same without anything behind the product but scales and bias, a panel at a time: call `take(row, column, value,
 /// count)` for each vector of a row's outputs, of which `count` are there. The layer has no gate.

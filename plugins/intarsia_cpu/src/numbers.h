@@ -10,7 +10,8 @@ using isa::I;
 using isa::LANES;
 using isa::U;
 
-enum class Numbers : int32_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3 };
+/// INT16 are INT8's numbers, where the machine multiplies pairs of them and no bytes: see `row_type`.
+enum class Numbers : int32_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, INT16 = 4 };
 
 /// LANES half floats, exactly: subnormal ones, infinities and NaN too.
 static INLINE F load_fp16(const uint16_t* source) {

@@ -1,9 +1,9 @@
 // A range of layers in one parallel region: phases over rows of the batch, with barriers between them.
 //
-// Few rows: every phase is split over the threads by outputs, with a barrier behind each (`layer_by_outputs`). Many rows:
-// every thread takes blocks of rows through all phases up to attention, and through all after it, so that what it makes
-// stays in its own cache, with three barriers a layer (`layer_by_rows`). Both call the same phases, and no number depends
-// on the split: an output is one chain of sums, and a norm is one row's.
+// Few rows: every phase is split over the threads by outputs, with a barrier behind each. Many rows: every thread takes
+// blocks of rows through all phases up to attention, and through all after it, so that what it makes stays in its own
+// cache, with three barriers a layer (`Way::each_part`). Both call the same phases, and no number depends on the split: an
+// output is one chain of sums, and a norm is one row's. So tokens that are read can go through the last layer alone.
 //
 // Shape legend: T tokens, E embed, H heads, K kv heads, D head dim, F ffn, n rows of a part.
 #pragma once
@@ -218,18 +218,6 @@ static const Linear* linear_after(const StepModel& model, int64_t index) {
   return index + 1 < model.num_layers ? &model.layers[index + 1].qkv : &model.head;
 }
 
-static void layer_by_outputs(const Step& step, int64_t index, const Part& part, Meter& meter) {
-  const StepLayer& layer = step.model.layers[index];
-  auto sync = [&](Phase phase) {
-    step.barrier.wait();
-    meter.mark(phase);
-  };
-  before_attention(step, layer, step.batch.caches[index], part, sync);
-  attend(step, index, part.thread);
-  sync(ATTENTION);
-  after_attention(step, layer, linear_after(step.model, index), part, sync);
-}
-
 /// Take blocks of rows, in turn, until none is left.
 template <typename Run>
 static void each_block(const Step& step, std::atomic<int64_t>& turn, int64_t size, const Work& work, Run&& run) {
@@ -239,23 +227,46 @@ static void each_block(const Step& step, std::atomic<int64_t>& turn, int64_t siz
   }
 }
 
-static void layer_by_rows(const Step& step, int64_t index, int64_t size, const Work& work, int thread, Meter& meter) {
-  const StepLayer& layer = step.model.layers[index];
-  auto sync = [&meter](Phase phase) { meter.mark(phase); };
-  each_block(step, step.turns[0], size, work,
-             [&](const Part& part) { before_attention(step, layer, step.batch.caches[index], part, sync); });
+/// How one thread goes through a step: its work memory, and the rows of a block, or 0 where phases are split by outputs.
+struct Way {
+  int64_t size;
+  Work work;
+  int thread, num_threads;
+  Meter& meter;
+
+  /// Call `run(part, sync)` for this thread's share of all rows, one half of a layer; all wait for each other behind it.
+  template <typename Run>
+  void each_part(const Step& step, int half, Phase last, Run&& run) const {
+    if (size == 0) {
+      return run(Part{0, step.batch.num_tokens, work, thread, num_threads}, [&](Phase phase) {
+        step.barrier.wait();
+        meter.mark(phase);
+      });
+    }
+    each_block(step, step.turns[half], size, work,
+               [&](const Part& part) { run(part, [&](Phase phase) { meter.mark(phase); }); });
+    step.barrier.wait();
+    meter.mark(last);
+    // Behind this barrier nobody counts with this counter, until another one has been passed.
+    if (thread == 0) step.turns[half].store(0, std::memory_order_relaxed);
+  }
+};
+
+/// A layer up to its keys and values in the cache.
+static void to_cache(const Step& step, int64_t index, const Way& way) {
+  way.each_part(step, 0, PLACE, [&](const Part& part, auto&& sync) {
+    before_attention(step, step.model.layers[index], step.batch.caches[index], part, sync);
+  });
+}
+
+/// The rest of a layer, from attention on.
+static void from_cache(const Step& step, int64_t index, const Way& way) {
+  attend(step, index, way.thread);
   step.barrier.wait();
-  meter.mark(PLACE);
-  // Behind this barrier nobody counts with the first counter, until the one behind attention has been passed.
-  if (thread == 0) step.turns[0].store(0, std::memory_order_relaxed);
-  attend(step, index, thread);
-  step.barrier.wait();
-  meter.mark(ATTENTION);
-  each_block(step, step.turns[1], size, work,
-             [&](const Part& part) { after_attention(step, layer, linear_after(step.model, index), part, sync); });
-  step.barrier.wait();
-  meter.mark(DOWN);
-  if (thread == 0) step.turns[1].store(0, std::memory_order_relaxed);
+  way.meter.mark(ATTENTION);
+  way.each_part(step, 1, DOWN, [&](const Part& part, auto&& sync) {
+    after_attention(step, step.model.layers[index], linear_after(step.model, index), part, sync);
+  });
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
@@ -322,15 +333,68 @@ static int64_t block_size(int64_t num_tokens, int num_threads) {
   return std::min(BLOCK, (even + 7) / 8 * 8);
 }
 
-/// Bytes of memory that a step of so many tokens takes besides its residual stream.
-static int64_t step_bytes(const StepModel& model, int64_t num_tokens, int num_threads) {
-  const Widths widths(model);
+/// Bytes of all threads' work memory: a block each, or one for all rows.
+static int64_t work_bytes(const StepModel& model, const Widths& widths, int64_t num_tokens, int num_threads) {
   const int64_t size = block_size(num_tokens, num_threads);
   Carver carver(nullptr);
-  carver.take<float>(num_tokens * widths.heads);
-  carver.take<float>(num_tokens * widths.heads);
-  for (int i = 0; i < (size ? num_threads : 1); i++) carve_work(carver, model, widths, size ? size : num_tokens);
-  return carver.used();
+  carve_work(carver, model, widths, size ? size : num_tokens);
+  return carver.used() * (size ? num_threads : 1);
+}
+
+/// One thread's way over so many rows, with its part of that memory.
+static Way way_of(const StepModel& model, const Widths& widths, int64_t num_tokens, int num_threads, uint8_t* memory,
+                  int thread, int team, Meter& meter) {
+  const int64_t size = block_size(num_tokens, num_threads);
+  Carver carver(memory + (size ? thread * work_bytes(model, widths, num_tokens, num_threads) / num_threads : 0));
+  return {size, carve_work(carver, model, widths, size ? size : num_tokens), thread, team, meter};
+}
+
+/// What lies in the memory of a step: rows of queries and of what attention gives; where not all tokens are read, the
+/// queries and the residual stream of those that are; then what threads work with.
+struct Buffers {
+  uint8_t *queries, *mixed, *read_queries;
+  float* read_hidden;
+  int64_t shared;
+
+  Buffers(uint8_t* memory, const StepModel& model, const Widths& widths, int64_t num_tokens, int64_t num_reads) {
+    Carver carver(memory);
+    const int64_t num_apart = num_reads < num_tokens ? num_reads : 0;
+    queries = reinterpret_cast<uint8_t*>(carver.take<float>(num_tokens * widths.heads));
+    mixed = reinterpret_cast<uint8_t*>(carver.take<float>(num_tokens * widths.heads));
+    read_queries = reinterpret_cast<uint8_t*>(carver.take<float>(num_apart * widths.heads));
+    read_hidden = carver.take<float>(num_apart * model.embed_dim);
+    shared = carver.used();
+  }
+};
+
+/// Bytes of memory that a step of so many tokens, some of which are read, takes besides its residual stream.
+static int64_t step_bytes(const StepModel& model, int64_t num_tokens, int64_t num_reads, int num_threads) {
+  const Widths widths(model);
+  return Buffers(nullptr, model, widths, num_tokens, num_reads).shared +
+         std::max(work_bytes(model, widths, num_tokens, num_threads), work_bytes(model, widths, num_reads, num_threads));
+}
+
+/// Copy this thread's share of the rows that are read, between where all tokens' lie and where they lie end to end.
+template <typename Copy>
+static void each_read(const StepBatch& batch, int thread, int team, Copy&& copy) {
+  const Range mine = share(batch.num_reads, thread, team);
+  for (int64_t i = mine.begin; i < mine.end; i++) copy(i, batch.reads[i]);
+}
+
+/// Run the last layer of a range, of which few tokens are read: behind the cache, these alone go on.
+static void read_layer(const Step& all, const Step& reads, int64_t index, const Way& way, const Way& read_way) {
+  to_cache(all, index, way);
+  const StepLayer& layer = all.model.layers[index];
+  const int64_t query_bytes = layer.num_heads * layer.head_dim * all.number_bytes(), width = all.model.embed_dim;
+  each_read(all.batch, way.thread, way.num_threads, [&](int64_t row, int64_t token) {
+    std::copy_n(all.queries + token * query_bytes, query_bytes, reads.queries + row * query_bytes);
+    std::copy_n(all.hidden + token * width, width, reads.hidden + row * width);
+  });
+  all.barrier.wait();
+  from_cache(reads, index, read_way);
+  each_read(all.batch, way.thread, way.num_threads, [&](int64_t row, int64_t token) {
+    std::copy_n(reads.hidden + row * width, width, all.hidden + token * width);
+  });
 }
 
 /// Run layers `first` to `last` (not it) over the batch; embed first where ids are given. Time by phase is added to
@@ -338,41 +402,40 @@ static int64_t step_bytes(const StepModel& model, int64_t num_tokens, int num_th
 static void run(const StepModel& model, const StepBatch& batch, int64_t first, int64_t last, float* hidden,
                 uint8_t* memory, int num_threads, double* seconds) {
   const Widths widths(model);
-  const int64_t count = batch.num_tokens, size = block_size(count, num_threads);
-  Carver carver(memory);
-  uint8_t* queries = reinterpret_cast<uint8_t*>(carver.take<float>(count * widths.heads));
-  uint8_t* mixed = reinterpret_cast<uint8_t*>(carver.take<float>(count * widths.heads));
-  const int64_t shared = carver.used();
-  Carver measured(nullptr);
-  carve_work(measured, model, widths, size ? size : count);
+  const Buffers buffers(memory, model, widths, batch.num_tokens, batch.num_reads);
+  const bool reads_some = batch.num_reads < batch.num_tokens && first < last;
+  std::optional<Reads> reads;
   std::optional<SpinBarrier> barrier;
-  std::optional<Schedules> schedules;
+  std::optional<Schedules> schedules, read_schedules;
   std::atomic<int64_t> turns[2] = {{0}, {0}};
+  if (reads_some) reads.emplace(batch, model.layers[last - 1].group);
 #pragma omp parallel num_threads(num_threads)
   {
 #pragma omp single
     {
       const int team = omp_get_num_threads();  // which can be smaller than was asked for
       barrier.emplace(team);
-      schedules.emplace(model, batch, first, last, team);
+      schedules.emplace(model, batch, first, last - reads_some, team);
+      if (reads_some) read_schedules.emplace(model, reads->batch(), last - 1, last, team);
     }
     const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-    const Step step{model, batch, hidden, queries, mixed, *schedules, *barrier, turns};
-    Carver mine(memory + shared + (size ? thread * measured.used() : 0));
-    const Work work = carve_work(mine, model, widths, size ? size : count);
-    const Part all{0, count, work, thread, team};
+    const Step step{model, batch, hidden, buffers.queries, buffers.mixed, *schedules, *barrier, turns};
     Meter meter(thread == 0 ? seconds : nullptr);
+    const Way way = way_of(model, widths, batch.num_tokens, num_threads, memory + buffers.shared, thread, team, meter);
     if (batch.ids != nullptr) {
-      embed(step, all);
+      embed(step, Part{0, batch.num_tokens, way.work, thread, team});
       barrier->wait();
       meter.mark(EMBED);
     }
-    for (int64_t index = first; index < last; index++) {
-      if (size) {
-        layer_by_rows(step, index, size, work, thread, meter);
-      } else {
-        layer_by_outputs(step, index, all, meter);
-      }
+    for (int64_t index = first; index < last - reads_some; index++) {
+      to_cache(step, index, way);
+      from_cache(step, index, way);
+    }
+    if (reads_some) {
+      const StepBatch& read = reads->batch();
+      const Step apart{model, read, buffers.read_hidden, buffers.read_queries, buffers.mixed, *read_schedules, *barrier, turns};
+      read_layer(step, apart, last - 1, way,
+                 way_of(model, widths, read.num_tokens, num_threads, memory + buffers.shared, thread, team, meter));
     }
   }
 }

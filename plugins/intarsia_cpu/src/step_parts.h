@@ -6,7 +6,7 @@
 #include <map>
 #include <vector>
 
-#include "attention.h"
+#include "attention_work.h"
 #include "linear.h"
 #include "step_rows.h"
 
@@ -70,6 +70,43 @@ static AttentionArgs attention_args(const StepModel& model, const StepLayer& lay
   args.soft_cap = static_cast<float>(layer.soft_cap);
   return args;
 }
+
+/// The tokens of a batch that are read, as rows of a batch of their own: neighbours of a row are a row.
+class Reads {
+ public:
+  Reads(const StepBatch& batch, int64_t group) : page_tables_(group + 1), page_limits_(group + 1), batch_(batch) {
+    const int32_t *pages = batch.pages[group], *limits = batch.page_bounds[group];
+    for (int64_t i = 0, row = 0; i < batch.num_reads; i++) {
+      const int64_t token = batch.reads[i];
+      if (i > 0 && token == batch.reads[i - 1] + 1 && token < batch.bounds[row + 1]) continue;
+      while (token >= batch.bounds[row + 1]) row++;
+      bounds_.push_back(static_cast<int32_t>(i));
+      starts_.push_back(static_cast<int32_t>(batch.starts[row] + token - batch.bounds[row]));
+      page_bounds_.push_back(static_cast<int32_t>(pages_.size()));
+      pages_.insert(pages_.end(), pages + limits[row], pages + limits[row + 1]);
+    }
+    bounds_.push_back(static_cast<int32_t>(batch.num_reads));
+    page_bounds_.push_back(static_cast<int32_t>(pages_.size()));
+    page_tables_[group] = pages_.data();
+    page_limits_[group] = page_bounds_.data();
+    batch_.bounds = bounds_.data();
+    batch_.starts = starts_.data();
+    batch_.pages = page_tables_.data();
+    batch_.page_bounds = page_limits_.data();
+    batch_.num_tokens = batch.num_reads;
+    batch_.num_rows = static_cast<int64_t>(starts_.size());
+  }
+  Reads(const Reads&) = delete;  // the batch points into it
+  Reads& operator=(const Reads&) = delete;
+
+  /// As attention reads it, in layers of the group.
+  const StepBatch& batch() const { return batch_; }
+
+ private:
+  std::vector<int32_t> bounds_, starts_, pages_, page_bounds_;
+  std::vector<const int32_t*> page_tables_, page_limits_;
+  StepBatch batch_;
+};
 
 /// How the threads share attention, layer by layer: layers of a cache group mostly are alike.
 class Schedules {

@@ -8,7 +8,6 @@
 
 #include <cstdint>
 
-#include "attention.h"
 #include "linear.h"
 
 /// Numbers of activations and cache: fp32, or bf16 with fp32 sums and an fp32 residual stream.
@@ -66,5 +65,6 @@ struct StepBatch {
   const int32_t* const* pages;       // a group: the page tables of all rows, end to end
   const int32_t* const* page_bounds;  // a group: (R + 1,) offsets into them
   const StepCache* caches;   // a layer
-  int64_t num_tokens, num_rows;
+  const int64_t* reads;      // (num_reads,) the tokens whose residual stream is read, ascending; unless these are all
+  int64_t num_tokens, num_rows, num_reads;
 };

@@ -24,7 +24,7 @@ static INLINE F exp(F x) {
   p = isa::fma(p, r, set(1.0f));
   return isa::scale(p, n);
 }
-/// 2**x for |x| <= 128: to about 1e-7 relative, or to 8e-5 where `ROUGH`. NaN for NaN. Minimax polynomials of the fraction;
+/// 2**x for |x| <= 160: to about 1e-7 relative, or to 8e-5 where `ROUGH`. NaN for NaN. Minimax polynomials of the fraction;
 /// 2**0 is exactly 1 unless rough.
 template <bool ROUGH>
 static INLINE F exp2(F x) {
@@ -46,10 +46,10 @@ static INLINE F exp2(F x) {
   }
   return isa::scale_floor(p, x);
 }
-/// The same for x <= 0, -infinity included. 0 below -126.
+/// The same for x <= 0, -infinity included: exactly 0 from -150 down, so that what weighs nothing changes no sum.
 template <bool ROUGH>
 static INLINE F exp2_below(F x) {
-  return exp2<ROUGH>(isa::max(set(-127.0f), x));  // of the smallest the result is subnormal, or 0
+  return exp2<ROUGH>(isa::max(set(-160.0f), x));
 }
 static INLINE F sigmoid(F x) {
   return set(1.0f) / (set(1.0f) + exp(-x));

@@ -1,4 +1,4 @@
-// Weights of few bits, widened in registers to what a dot product reads: bytes, pairs of bf16, or floats. All exact.
+// Weights of few bits, widened in registers to what a dot product reads: bytes, pairs of 16 bits, or floats. All exact.
 #pragma once
 
 #include "activations.h"
@@ -11,9 +11,11 @@ constexpr int VECTORS = PANEL / LANES;
 constexpr int64_t STEP_BYTES = 4 * PANEL;
 static_assert(sparse::OUTS == PANEL);
 
-/// How the words of a panel are read: as what they are, or widened.
+/// How the words of a panel are read: as what they are, or widened. INT16 and NIBBLES, a byte each, lie in no panel: it is
+/// what INT8 and INT4 become.
 enum class Words {
-  INT8, INT4, BF16, INT8_AS_BF16, INT4_AS_BF16, FP32, INT8_AS_FP32, INT4_AS_FP32, SPARSE_INT8, SPARSE_BF16, SPARSE_FP32
+  INT8, INT8_AS_INT16, INT16, INT4, NIBBLES, BF16, BF16_AS_FP32, INT8_AS_BF16, INT4_AS_BF16, FP32, INT8_AS_FP32,
+  INT4_AS_FP32, SPARSE_INT8, SPARSE_BF16, SPARSE_FP32
 };
 
 /// Dot products that a word takes part in: each has four bytes of a row for the other side.
@@ -21,6 +23,8 @@ constexpr int num_parts(Words words) {
   switch (words) {
     case Words::INT4:
     case Words::SPARSE_BF16:
+    case Words::BF16_AS_FP32:
+    case Words::INT8_AS_INT16:
     case Words::INT8_AS_BF16: return 2;
     case Words::INT4_AS_BF16:
     case Words::SPARSE_FP32:
@@ -32,19 +36,31 @@ constexpr int num_parts(Words words) {
 /// What words become.
 constexpr Words widened(Words words) {
   switch (words) {
-    case Words::INT4:
+    case Words::INT8_AS_INT16: return Words::INT16;
+    case Words::INT4: return Words::NIBBLES;
     case Words::SPARSE_INT8: return Words::INT8;
     case Words::SPARSE_BF16:
     case Words::INT8_AS_BF16:
     case Words::INT4_AS_BF16: return Words::BF16;
     case Words::SPARSE_FP32:
+    case Words::BF16_AS_FP32:
     case Words::INT8_AS_FP32:
     case Words::INT4_AS_FP32: return Words::FP32;
     default: return words;
   }
 }
 constexpr bool is_integer(Words words) {
-  return widened(words) == Words::INT8;
+  const Words wide = widened(words);
+  return wide == Words::INT8 || wide == Words::INT16 || wide == Words::NIBBLES;
+}
+/// Bytes of a row's number that these words are multiplied with.
+constexpr int64_t number_bytes(Words words) {
+  const Words wide = widened(words);
+  return wide == Words::FP32 ? 4 : wide == Words::BF16 || wide == Words::INT16 ? 2 : 1;
+}
+/// Columns of a step.
+constexpr int64_t num_columns(Words words) {
+  return 4 * num_parts(words) / number_bytes(words);
 }
 constexpr bool is_sparse(Words words) {
   return words == Words::SPARSE_INT8 || words == Words::SPARSE_BF16 || words == Words::SPARSE_FP32;
@@ -65,12 +81,12 @@ static INLINE Words words_of(const Linear& layer) {
            : layer.format == Format::BF16 ? Words::SPARSE_BF16 : Words::SPARSE_FP32;
   }
   const Numbers rows = row_type(layer);
-  if (layer.format == Format::BF16) return Words::BF16;
+  if (layer.format == Format::BF16) return rows == Numbers::BF16 ? Words::BF16 : Words::BF16_AS_FP32;
   if (layer.format == Format::FP32) return Words::FP32;
   const bool is_int4 = layer.format == Format::INT4;
   if (rows == Numbers::BF16) return is_int4 ? Words::INT4_AS_BF16 : Words::INT8_AS_BF16;
   if (rows == Numbers::FP32) return is_int4 ? Words::INT4_AS_FP32 : Words::INT8_AS_FP32;
-  return is_int4 ? Words::INT4 : Words::INT8;
+  return is_int4 ? Words::INT4 : rows == Numbers::INT16 ? Words::INT8_AS_INT16 : Words::INT8;
 }
 
 /// The number that stands for 0 in INT4 weights without zero points: widened weights have it taken off.
@@ -117,6 +133,12 @@ template <Words WORDS>
 static INLINE I part_of(I word, int part, const Table<WORDS>& table) {
   if constexpr (WORDS == Words::INT4) {
     return (part == 0 ? word : word >> 4) & 0x0f0f0f0f;
+  } else if constexpr (WORDS == Words::BF16_AS_FP32) {
+    return part == 0 ? word << 16 : word & (int32_t)0xffff0000u;
+#if ISA_INT16_DOTS
+  } else if constexpr (WORDS == Words::INT8_AS_INT16) {
+    return part == 0 ? isa::widen_bytes<0>(word) : isa::widen_bytes<1>(word);
+#endif
   } else if constexpr (WORDS == Words::INT8_AS_FP32 || WORDS == Words::INT4_AS_FP32) {
     return isa::as_int(float_of<WORDS>(word, part, table));
 #if ISA_AVX512
@@ -167,6 +189,8 @@ static inline void widen(const Linear& layer, Words words, const uint8_t* from, 
                          uint8_t* to) {
   switch (words) {
     case Words::INT4: return widen_steps<Words::INT4>(layer, from, steps, distance, to);
+    case Words::INT8_AS_INT16: return widen_steps<Words::INT8_AS_INT16>(layer, from, steps, distance, to);
+    case Words::BF16_AS_FP32: return widen_steps<Words::BF16_AS_FP32>(layer, from, steps, distance, to);
     case Words::INT8_AS_FP32: return widen_steps<Words::INT8_AS_FP32>(layer, from, steps, distance, to);
     case Words::INT4_AS_FP32: return widen_steps<Words::INT4_AS_FP32>(layer, from, steps, distance, to);
     case Words::SPARSE_INT8: return widen_steps<Words::SPARSE_INT8>(layer, from, steps, distance, to);
