@@ -360,11 +360,12 @@ class Connection:
                 self.outgoing.append(credit)
 
     def _abandon(self, call: Call, error: IntarsiaError) -> None:
-        """Give up a request that the server says nonsense of."""
+        """End a request for its reader. It stays until the server says that it has none, which runs it until then."""
         if not call.cancelled:
             self._events.setdefault(call.id, []).append(error)
             call.cancelled = True
-            self._say_cancelled(call)
+            if self._open:
+                self._say_cancelled(call)
 
     def _end(self, name: str, event: Event) -> None:
         """The last event of a request or a question."""
@@ -383,8 +384,11 @@ class Connection:
         default, questions = self.timeout_s, self._questions.items()
         late = [name for name, each in questions if now - each.since >= (each.timeout_s or default)]
         if not self._open:
-            calls = (*self._calls.values(), *self._waiting.values())
-            late += [call.id for call in calls if now - max(call.since, self._down_since) >= self.timeout_s]
+            waiting = self._waiting.values()
+            late += [call.id for call in waiting if now - max(call.since, self._down_since) >= self.timeout_s]
+            if now - self._down_since >= self.timeout_s:
+                for call in self._calls.values():
+                    self._abandon(call, self._unreachable())
         for name in late:
             self._end(name, self._unreachable())
 

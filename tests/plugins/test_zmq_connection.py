@@ -312,6 +312,25 @@ def test_a_cancelled_request_is_heard_of_no_more_and_its_end_is_not_held_up_by_c
     assert idle(joined.server) == {"running": 0, "in flight": 0, "bytes": 0}
 
 
+@pytest.mark.parametrize("cancel", [False, True], ids=["waited for", "cancelled"])
+def test_a_request_that_was_given_up_while_there_was_no_connection_ends_on_the_next(cancel):
+    joined = Joined(timeout_s=2)
+    joined.start("a", 0, 0)
+    joined.settle(rounds=3, take=False)
+    if cancel:
+        joined.connection.cancel("a")  # its word of that is lost
+    joined.server.sessions.lost(b"%d" % joined.cuts)
+    joined.connection.lost("cut")
+    joined.now += 3
+    joined.keep(joined.connection.tick())
+    joined.keep(joined.connection.tick())
+    assert ends(joined.got["a"]) == ([] if cancel else ["ConnectionLostError"])
+    joined.connect()
+    joined.settle(rounds=10, take=False)
+    assert joined.connection.is_idle and idle(joined.server) == {"running": 0, "in flight": 0, "bytes": 0}
+    assert ends(joined.got["a"]) == ([] if cancel else ["ConnectionLostError"])
+
+
 def test_after_the_grace_time_a_request_that_said_something_is_lost_and_one_that_did_not_begins_again():
     joined = Joined()
     joined.start("said", 0, 100)
