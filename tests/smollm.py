@@ -1,9 +1,13 @@
 """SmolLM2 from the file that the project's tests run on: its tokenizer, and the model in transformers."""
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -32,3 +36,19 @@ def smollm_transformers(dtype: torch.dtype) -> PreTrainedModel:
     unmatched = model.load_state_dict(loaded["tensors"], strict=False)
     assert (unmatched.missing_keys, unmatched.unexpected_keys) == (["lm_head.weight"], [])
     return model.to(dtype).eval()
+
+
+class _ProductsInFloats(TorchFunctionMode):
+    """Products of bf16 summed in floats and rounded once, which is what they are: torch's own, in libraries' speed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (functional.linear, torch.matmul) and args[0].dtype == torch.bfloat16:
+            args = [each.float() if isinstance(each, torch.Tensor) else each for each in args]
+            return func(*args, **(kwargs or {})).bfloat16()
+        return func(*args, **(kwargs or {}))
+
+
+def fast_bf16_products() -> AbstractContextManager[object]:
+    """Go by floats where this CPU has no products of bf16: torch takes ten times as long for them there."""
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return nullcontext() if supported else _ProductsInFloats()

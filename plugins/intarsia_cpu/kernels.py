@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from attrs import field, frozen
 
 from intarsia.protocols import Kernel, PartContext
@@ -13,6 +14,8 @@ from intarsia_cpu.linears import linear_kernels
 from intarsia_cpu.rows import RowOps, row_kernels
 
 _DTYPES = ("float32", "bfloat16")
+#: Below oneDNN's, whose products are as fast, and above torch's own.
+_RANK, _RANK_BEFORE_TORCH = 0, 40
 
 
 @frozen(eq=False)
@@ -33,7 +36,9 @@ def fit(context: PartContext) -> Fit | Unfit:
         return Unfit(f"it is for float32 and bfloat16 on CPUs, and the engine runs {engine.dtype} on {engine.device}")
     if reason := native.unavailable():
         return Unfit(reason)
-    return Fit(0, f"compiled for {native.isa()}")
+    if engine.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
+        return Fit(_RANK_BEFORE_TORCH, f"compiled for {native.isa()}, for which torch has no fast bfloat16 products")
+    return Fit(_RANK, f"compiled for {native.isa()}")
 
 
 def build(_: PartContext) -> CpuKernels:

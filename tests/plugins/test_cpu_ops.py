@@ -19,6 +19,18 @@ from models import tiny_llama
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_auto_takes_them_where_torch_has_no_products_of_bf16(dtype, multiplied, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: multiplied)
+    path, _ = tiny_llama(tmp_path)
+    with engine_of(path, engine={"dtype": dtype}, runner="eager") as engine:
+        (chosen,) = [each.provider.key for each in engine.parts.selections if each.slot == "kernels"]
+    own = dtype == "bfloat16" and not multiplied
+    assert chosen == ("cpu" if own else "onednn" if dtype == "bfloat16" else "torch")
+
+
 MIXTURES = {case.name for case in CASES if "mixtral" in case.name or "moe" in case.name}
 
 

@@ -12,7 +12,7 @@ from intarsia.errors import ModelNotFoundError
 from intarsia.references import find_model
 from intarsia.testing import prompt_logits
 from intarsia_cpu.build import unavailable
-from smollm import smollm_transformers
+from smollm import fast_bf16_products, smollm_transformers
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,7 +81,7 @@ def theirs(text):
     model = smollm_transformers(torch.bfloat16)
     with engine("bfloat16") as ours:
         ids = ours.parts.tokenizer.encode(text)
-    with torch.no_grad():
+    with torch.no_grad(), fast_bf16_products():
         return perplexity(ids, lambda window: model(torch.tensor([window])).logits[0])
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 
 import pytest
+import torch
 
 from intarsia.cli import run
 from intarsia.plugins import Registry
@@ -30,6 +31,8 @@ CLAIMS = {
 }
 #: Parts that no machine without an NVIDIA GPU can try, and one that does not promise what is asked.
 SKIPPED = {"kernels.cuda", "cache.vmm", "runner.cuda_graph", "kernels.cusparselt", "scheduler.static"}
+if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    SKIPPED.add("kernels.onednn")
 
 
 @pytest.fixture(scope="module")

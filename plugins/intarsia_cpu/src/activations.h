@@ -95,8 +95,8 @@ static inline bool needs_float_sums(const Linear& layer) {
 }
 /// Whether the layer reads rows of this type as they lie.
 static inline bool reads_as_is(const Linear& layer, Numbers type) {
-  return type == row_type(layer) && !rounds(layer) && layer.input_scale == nullptr && !layer.rotated && !needs_float_sums(layer) &&
-         layer.ins % columns_a_step(layer) == 0;  // steps are read whole
+  return type == row_type(layer) && !rounds(layer) && layer.input_scale == nullptr && !layer.rotated &&
+         !needs_float_sums(layer) && layer.ins % columns_a_step(layer) == 0;  // steps are read whole
 }
 /// Bytes of a row as this layer reads it; a multiple of 64, so that rows may be prepared side by side.
 static inline int64_t row_bytes(const Linear& layer) {
@@ -137,8 +137,8 @@ struct Source {
   }
 };
 
-/// Make `width` numbers int8, held as T: symmetric, the largest is 127. Reads `count` of them, the rest are 0. Where `IS_WHOLE`, all
-/// are there and fill vectors.
+/// Make `width` numbers int8, held as T: symmetric, the largest is 127. Reads `count` of them, the rest are 0. Where
+/// `IS_WHOLE`, all are there and fill vectors.
 /// A group with NaN or infinity becomes zeros with that for a scale, so that it shows in the result.
 template <bool IS_WHOLE, class T, class S>
 static INLINE void quantize_group(const S& x, int64_t begin, int64_t count, int64_t width, T* out, float* scale,
