@@ -16,6 +16,7 @@ from smollm import fast_bf16_products, smollm_transformers
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # a CPU without products of bf16 takes minutes
     pytest.mark.skipif(unavailable() is not None, reason="there is no C++ compiler"),
 ]
 

@@ -18,7 +18,10 @@ from intarsia.references import find_model
 from intarsia.testing import prompt_logits
 from intarsia_cpu.build import unavailable
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.timeout(900),  # a CPU without products of bf16 takes minutes
+    pytest.mark.skipif(unavailable() is not None, reason="there is no C++ compiler"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
