@@ -14,7 +14,7 @@ from intarsia_cpu.linears import linear_kernels
 from intarsia_cpu.rows import RowOps, row_kernels
 
 _DTYPES = ("float32", "bfloat16")
-#: Below oneDNN's, whose products are as fast, and above torch's own.
+#: Behind torch's and oneDNN's own where these are as fast; before torch's where it has no fast products.
 _RANK, _RANK_BEFORE_TORCH = 0, 40
 
 
@@ -37,7 +37,7 @@ def fit(context: PartContext) -> Fit | Unfit:
     if reason := native.unavailable():
         return Unfit(reason)
     if engine.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
-        return Fit(_RANK_BEFORE_TORCH, f"compiled for {native.isa()}, for which torch has no fast bfloat16 products")
+        return Fit(_RANK_BEFORE_TORCH, f"compiled for {native.isa()}; torch has no fast products of bfloat16 here")
     return Fit(_RANK, f"compiled for {native.isa()}")
 
 

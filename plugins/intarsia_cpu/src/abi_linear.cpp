@@ -101,7 +101,7 @@ static void panel_rows(const Linear& layer, const Activations& x, const Output& 
 }
 
 void linear_part(const Linear& layer, const Activations& x, int64_t num_rows, const Output& out, int thread,
-                        int num_threads, const Linear* then) {
+                 int num_threads, const Linear* then) {
   each_unit(layer, x, num_rows, thread, num_threads, then, [&](Range rows, int64_t panel, int64_t next) {
     panel_rows(layer, x, out, rows, panel, next);
   });
